@@ -18,21 +18,21 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float16, Float32, Int32, Uint32
+from cutlass import Float16, Float32, Int32, Int64, Uint32
 from cutlass.cute.arch import shuffle_sync, shuffle_sync_bfly
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import select_
 
 from ..arguments import ABSENT
-from ..device import arithmetic, hopper, ptx
+from ..device import hopper, ptx
 from ..device.args import DTYPES, offset, qk_head
-from . import inverse, layout
+from . import inverse, layout, terms, terms_gdn
 from .arguments import CHUNK, SCALE_BYTES, TILE_BYTES
 from .inverse import GATE_BETA_K, GATE_BETA_K2, GATE_BYTES, GATE_CUMSUM
 from .kernel import PrefillKernel
-from .layout import LOG2_E, MIN_LOG_DECAY, Q_SCALE, SQUARE, D
+from .layout import Q_SCALE, SQUARE, D
 from .mainloop_fp16 import BOX_BYTES, VALUES, MainloopFp16, Regions, store_zeros
-from .terms_gdn import NORM_K, NORM_Q, FusedGdnTerms, cumulate
+from .terms_gdn import NORM_K, NORM_Q
 from .work import TileScheduler, active_tokens
 
 # Registers of a thread that converts, prepares or multiplies: 65536 in all, with two MMA
@@ -64,11 +64,25 @@ class WarpRole(enum.IntEnum):
     MMA1 = 3
 
 
+class RawGates(NamedTuple):
+    """A head's gates for a warp of PREPARE, which loads them four chunks ahead."""
+
+    g_at: Int64
+    beta_at: Int64
+    parameters: tuple[Float32, Float32]
+    """A_log and dt_bias."""
+    left: Int32
+    """Tokens of the sequence."""
+    raw: cute.Tensor
+    """g of two tokens, then beta."""
+
+
 class PrefillFused(PrefillKernel):
     def __init__(
         self, g_dtype: str, gate: str, qk_l2norm: bool, state_dtype: str, checkpoints: bool
     ):
         self.checkpoints, self.threads = checkpoints, len(WarpRole) * hopper.WARPGROUP
+        self.gate, self.g_dtype, self.qk_l2norm = gate, DTYPES[g_dtype], qk_l2norm
         self.registers = REGISTERS
         if checkpoints:
             self.registers = WITH_CHECKPOINTS.get((gate, state_dtype), REGISTERS)
@@ -88,7 +102,7 @@ class PrefillFused(PrefillKernel):
         # PREPARE's threads, one of each MMA warpgroup for v.
         self.full = smem.add_ring(2, producers=hopper.WARPGROUP + 2)
         smem.add(0, 128)
-        self.terms = FusedGdnTerms(DTYPES[g_dtype], gate, qk_l2norm, inverse.add_regions(smem))
+        self.inverse = inverse.Inverse(inverse.add_regions(smem), SQUARE.offset)
         self.gates = smem.add(2 * GATE_CHUNKS * GATE_BYTES)
         self.scheduler = TileScheduler(smem, self.threads, D * D * DTYPES[state_dtype].width // 8)
         boxes = smem.add(BOX_BYTES, 16)
@@ -110,7 +124,10 @@ class PrefillFused(PrefillKernel):
     @cute.kernel
     def kernel(self, args: NamedTuple):
         thread, cta = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
-        shared = self.start(thread)
+        rings = (self.raw, self.tokens, self.full, self.scheduler.ring)
+        shared = layout.init_shared(rings, self.tinv, 4, thread, self.threads)
+        hopper.wait_for_previous_kernel()
+        cute.arch.sync_threads()
         role, thread = thread // hopper.WARPGROUP, thread % hopper.WARPGROUP
         if role >= WarpRole.MMA0:
             cute.arch.setmaxregister_increase(self.registers[2])
@@ -132,15 +149,6 @@ class PrefillFused(PrefillKernel):
             self.scheduler.for_each_work(
                 lambda work: self.convert(args, work, shared, thread), args, shared, thread, cta
             )
-
-    @cute.jit
-    def start(self, thread):
-        """The CTA's shared memory: mbarriers, and squares with zeros above the diagonal."""
-        rings = (self.raw, self.tokens, self.full, self.scheduler.ring)
-        shared = layout.init_shared(rings, self.tinv, 4, thread, self.threads)
-        hopper.wait_for_previous_kernel()
-        cute.arch.sync_threads()
-        return shared
 
     # ---------------------------------------------------------------------------- MMA warpgroups
 
@@ -234,7 +242,7 @@ class PrefillFused(PrefillKernel):
         """
         squares = sum_of_squares(words)
         inverse_norm = ptx.rsqrt_or_zero(squares)
-        norm = self.terms.norm(squares, inverse_norm)
+        norm = terms.norm_of(squares, inverse_norm, self.qk_l2norm)
         # The mantissa of 1 / |k| goes to the norm, the exponent to the row.
         bits = inverse_norm.bitcast(Uint32)
         norm = norm * (bits & Uint32(0x007FFFFF) | Uint32(0x3F800000)).bitcast(Float32)
@@ -254,32 +262,21 @@ class PrefillFused(PrefillKernel):
     def prepare(self, args, work, shared, thread):
         """Tinv, Aqk and scales of every chunk. Gates come four chunks at a time, a chunk a warp."""
         lane, warp = thread % 32, thread // 32
-        parameters = self.load_gate_parameters(args, work)
-        left = active_tokens(work)
-        gates_at = self.raw_gates_at(args, work, lane)
-        raw = cute.make_rmem_tensor((4,), Float32)
-        self.load_raw_gates(args, gates_at, warp, lane, left, raw)
+        gates = self.raw_gates(args, work, lane)
+        self.load_raw_gates(args, gates, warp, lane)
         hopper.NamedBarrier.PREPARE.sync(hopper.WARPGROUP)
-        self.cumulate_gates(args, shared, gates_at, warp, lane, left, parameters, raw)
+        self.cumulate_gates(args, shared, gates, warp, lane)
         hopper.NamedBarrier.PREPARE.sync(hopper.WARPGROUP)
         c, iteration = Int32(0), work.iterations_before
-        while left > c * CHUNK:
+        while gates.left > c * CHUNK:
             stage, phase = self.tokens.locate(iteration)
             coord = prepare_coord(work, shared, thread, stage, c)
             self.tokens.consumer_wait(coord.shared, stage, phase)
             products = self.start_products(shared, thread, hopper.warp_uniform(stage))
             self.finish_gates(coord)
             if c & (GATE_CHUNKS - 1) == GATE_CHUNKS - 1:
-                self.cumulate_gates(
-                    args,
-                    coord.shared,
-                    gates_at,
-                    c + 1 + coord.subchunk,
-                    coord.lane,
-                    left,
-                    parameters,
-                    raw,
-                )
+                next_chunk = c + 1 + coord.subchunk
+                self.cumulate_gates(args, coord.shared, gates, next_chunk, coord.lane)
             warpgroup.wait_group(0)
             kk, kq = pack_products(*products)
             hopper.NamedBarrier.PREPARE.sync(hopper.WARPGROUP)
@@ -297,58 +294,54 @@ class PrefillFused(PrefillKernel):
             coord.shared + at + self.full.stage_of(coord.slot) * SQUARE.bytes
             for at in (self.tinv, self.aqk)
         )
-        self.terms.decay_products(coord, gates, aqk, kk, kq)
-        self.terms.inverse.invert_diagonal(coord, gates)
+        terms_gdn.decay_fused_products(self.inverse, coord, gates, aqk, kk, kq)
+        self.inverse.invert_diagonal(coord, gates)
         hopper.NamedBarrier.PREPARE.sync(hopper.WARPGROUP)
-        self.terms.inverse.invert_below_branch_free(coord, tinv)
+        self.inverse.invert_below_branch_free(coord, tinv)
 
     def gates_at(self, shared, c):
         return shared + self.gates + (c & (2 * GATE_CHUNKS - 1)) * GATE_BYTES
 
-    def load_gate_parameters(self, args, work):
-        """A_log and dt_bias."""
-        if self.terms.gate == "log":
-            return Float32(0), Float32(0)
-        bias_at = args.ptr.dt_bias + offset(work.hv, args.stride.dt_bias_h)
-        bias = ptx.load_scalar(bias_at, args.size.dt_bias_kind)
-        A_log_at = args.ptr.A_log + offset(work.hv, args.stride.A_log_h)
-        return ptx.load(Float32, A_log_at, Int32(1)), bias
-
-    def raw_gates_at(self, args, work, lane):
-        """Addresses of g and beta of the sequence's token `lane`."""
-        ptr, stride = args.ptr, args.stride
-        g_at = ptr.g + layout.token_offset(args, work.sequence, lane, stride.g_n, stride.g_t)
-        beta_at = ptr.beta + layout.token_offset(
-            args, work.sequence, lane, stride.beta_n, stride.beta_t
+    def raw_gates(self, args, work, lane):
+        """With addresses of g and beta of the sequence's token `lane`."""
+        parameters = terms_gdn.load_parameters(args, self.gate, work.hv)
+        ptr, stride, token = args.ptr, args.stride, (args, work.sequence, lane)
+        g_at = ptr.g + layout.token_offset(*token, stride.g_n, stride.g_t)
+        beta_at = ptr.beta + layout.token_offset(*token, stride.beta_n, stride.beta_t)
+        return RawGates(
+            g_at + offset(work.hv, stride.g_h),
+            beta_at + offset(work.hv, stride.beta_h),
+            parameters,
+            active_tokens(work),
+            cute.make_rmem_tensor((4,), Float32),
         )
-        return g_at + offset(work.hv, stride.g_h), beta_at + offset(work.hv, stride.beta_h)
 
-    def load_raw_gates(self, args, gates_at, c, lane, left, raw):
+    def load_raw_gates(self, args, gates, c, lane):
         """A chunk's raw gates and betas, of tokens lane and lane + 32; zeros past the last one."""
         for i in range(2):
             row = c * CHUNK + 32 * i
-            active = row + lane < left
-            g_at = gates_at[0] + offset(row, args.stride.g_t)
-            raw[i] = ptx.load(self.terms.g_dtype, g_at, active)
+            active = row + lane < gates.left
+            g_at = gates.g_at + offset(row, args.stride.g_t)
+            gates.raw[i] = ptx.load(self.g_dtype, g_at, active)
             kind = Int32(select_(active, args.size.beta_kind, Int32(ABSENT)))
-            raw[2 + i] = ptx.load_scalar(gates_at[1] + offset(row, args.stride.beta_t), kind)
+            beta_at = gates.beta_at + offset(row, args.stride.beta_t)
+            gates.raw[2 + i] = ptx.load_scalar(beta_at, kind)
 
-    def cumulate_gates(self, args, shared, gates_at, c, lane, left, parameters, raw):
+    def cumulate_gates(self, args, shared, gates, c, lane):
         """A warp's chunk: cumulative log decays and betas to shared memory.
 
         Loads the raw gates of the chunk four further on.
         """
         logs, betas = [], []
         for i in range(2):
-            active = c * CHUNK + lane + 32 * i < left
-            log = arithmetic.log_decay(self.terms.gate, raw[i], *parameters, args.bound)
-            log = ptx.fmax_nan(log, Float32(MIN_LOG_DECAY))
-            logs.append(ptx.select(active, log * Float32(LOG2_E), Float32(0)))
-            betas.append(self.terms.activate_beta(args, raw[2 + i], active))
-        self.load_raw_gates(args, gates_at, c + GATE_CHUNKS, lane, left, raw)
+            active = c * CHUNK + lane + 32 * i < gates.left
+            g, beta = gates.raw[i], gates.raw[2 + i]
+            logs.append(terms_gdn.log2_decay(args, self.gate, g, gates.parameters, active))
+            betas.append(terms.activate_beta(args, beta, active))
+        self.load_raw_gates(args, gates, c + GATE_CHUNKS, lane)
         at, before = self.gates_at(shared, c), Float32(0)
         for i, log in enumerate(logs):
-            cumsum = cumulate(log, lane)
+            cumsum = terms_gdn.cumulate(log, lane)
             ptx.store_shared_f32(at + (GATE_CUMSUM + lane + 32 * i) * 4, cumsum + before)
             ptx.store_shared_f32(at + (GATE_BETA_K + lane + 32 * i) * 4, betas[i])
             before = before + shuffle_sync(cumsum, offset=31)
@@ -422,7 +415,7 @@ def prepare_coord(work, shared, thread, stage, c):
 
 
 def pack_products(kk, kq):
-    """As FusedGdnTerms takes them: words of two fp16 numbers."""
+    """Words of two fp16 numbers, by row and 8 columns."""
     kk_words, kq_words = (cute.make_rmem_tensor((2, CHUNK // 8), Uint32) for _ in range(2))
     halves = cute.recast_tensor(kq, Uint32)
     for j in range(CHUNK // 8):

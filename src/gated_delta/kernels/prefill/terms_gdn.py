@@ -21,7 +21,6 @@ from .layout import (
     K_BLOCKS,
     LOG2_E,
     MIN_LOG_DECAY,
-    SQUARE,
     SUBCHUNK,
     TILE,
     head_chunk,
@@ -214,23 +213,17 @@ class GdnTerms:
 
         Neighbouring threads have the heads of one token, which are contiguous in memory.
         """
-        ptr, stride, size = args.ptr, args.stride, args.size
+        stride, size = args.stride, args.size
         head = first + coord.thread % 4
         hv = coord.hv + cutlass.min(head, size.block_heads - 1)
-        parameters = (None, None)
-        if self.gate != "log":
-            bias = ptx.load_scalar(ptr.dt_bias + offset(hv, stride.dt_bias_h), size.dt_bias_kind)
-            parameters = (ptx.load(Float32, ptr.A_log + offset(hv, stride.A_log_h), Int32(1)), bias)
-        gates = []
+        parameters, gates = load_parameters(args, self.gate, hv), []
         for token in (coord.thread // 4, coord.thread // 4 + 32):
             active = (token < coord.tokens) & (head < size.block_heads)
-            at = ptr.g + terms.chunk_token_offset(args, coord, token, stride.g_n, stride.g_t)
+            at = args.ptr.g + terms.chunk_token_offset(args, coord, token, stride.g_n, stride.g_t)
             g = ptx.load(self.g_dtype, at + offset(hv, stride.g_h), active)
             beta = terms.load_beta(args, coord, hv, token, active)
             beta = terms.activate_beta(args, beta, active)
-            log = arithmetic.log_decay(self.gate, g, *parameters, args.bound)
-            log = ptx.fmax_nan(log, Float32(MIN_LOG_DECAY))
-            gates.append((ptx.select(active, log * Float32(LOG2_E), Float32(0)), beta))
+            gates.append((log2_decay(args, self.gate, g, parameters, active), beta))
         return gates
 
     def stage_gates(self, coord, gates):
@@ -271,6 +264,22 @@ class GdnTerms:
 
     def load_norm(self, coord, first, token):
         return ptx.load_shared_f32(coord.shared + self.norms + (first + token) * 4)
+
+
+def load_parameters(args, gate, hv):
+    """A_log and dt_bias of a head, unless g is the log decay."""
+    if gate == "log":
+        return Float32(0), Float32(0)
+    ptr, stride = args.ptr, args.stride
+    bias = ptx.load_scalar(ptr.dt_bias + offset(hv, stride.dt_bias_h), args.size.dt_bias_kind)
+    return ptx.load(Float32, ptr.A_log + offset(hv, stride.A_log_h), Int32(1)), bias
+
+
+def log2_decay(args, gate, g, parameters, active):
+    """A token's log decay to base 2, from raw g; 0 past the last token."""
+    log = arithmetic.log_decay(gate, g, *parameters, args.bound)
+    log = ptx.fmax_nan(log, Float32(MIN_LOG_DECAY))
+    return ptx.select(active, log * Float32(LOG2_E), Float32(0))
 
 
 def cumulate(log, lane):
@@ -361,85 +370,78 @@ def decay_diagonal(inverse, coord, aqk_at, kk, qk, factors, b):
             inverse.store_aqk_diagonal(coord, aqk_at, i, j % 2, aqk)
 
 
-class FusedGdnTerms:
-    """The terms in shared memory, of one head, from products of wgmma; without branches.
+# -------------------------------------------------------------------------------- fused
+# From products of wgmma, K K^T and K Q^T, without branches.
 
-    regions: InverseRegions. K K^T comes as K K^T, Q K^T transposed.
+
+@cute.jit
+def decay_fused_products(inverse, coord, gates_at, aqk_at, kk, kq):
+    """The warp's 16 rows of the system, and its 16 columns of Aqk (computed transposed).
+
+    Next to its diagonal block a warp has blocks of the system to the left and of Aqk below. Their
+    decay is a row's times a column's: to and from the last token in front of the warp's, or the
+    warp's last one. Each warp computes all four blocks: ptxas issues both sides of a short branch
+    anyway.
     """
+    subchunk = coord.subchunk
+    factors = load_factors(coord, gates_at)
+    own_at = gates_at + (GATE_CUMSUM + subchunk * SUBCHUNK) * 4
+    own_columns = [
+        ptx.load_shared_f32x2(own_at + (8 * j + 2 * coord.quad_lane) * 4) for j in range(2)
+    ]
+    before = ptx.load_shared_f32(own_at - Int32(select_(subchunk > 0, 4, 0)))
+    last = ptx.load_shared_f32(own_at + (SUBCHUNK - 1) * 4)
+    left = [
+        ptx.exp2(row - before) * beta_k2
+        for row, beta_k2 in zip(factors.rows, factors.beta_k2, strict=True)
+    ]
+    below = [ptx.exp2(last - row) for row in factors.rows]
+    left, below = ([ptx.pack_x2(x, x, Float16) for x in xs] for xs in (left, below))
+    decay_fused_diagonal(inverse, coord, aqk_at, kk, kq, factors, own_columns)
+    for b in cutlass.range_constexpr(4):
+        words = decay_branch_free(coord, kk, kq, factors.columns, (before, left), (last, below), b)
+        if b < subchunk:
+            store_system_block(inverse, coord, b, words)
+        if b > subchunk:
+            store_aqk_block(inverse, coord, aqk_at, b, words)
+    cute.arch.sync_warp()
 
-    activate_beta = staticmethod(terms.activate_beta)
 
-    def __init__(self, g_dtype, gate, qk_l2norm, regions):
-        self.g_dtype, self.gate, self.qk_l2norm = g_dtype, gate, qk_l2norm
-        self.inverse = Inverse(regions, SQUARE.offset)
+def decay_fused_diagonal(inverse, coord, aqk_at, kk, kq, factors, columns):
+    """The warp's diagonal blocks. Of a pair's two decays, there and back, one is at most 1."""
+    kk, kq = (
+        [[own_word(coord, words, i, j) for j in range(2)] for i in range(2)] for words in (kk, kq)
+    )
+    words = []
+    for j in range(2):
+        for i in range(2):
+            decays = [ptx.exp2(-cute.math.abs(factors.rows[i] - x)) for x in columns[j]]
+            row, column = coord.row + 8 * i, 8 * j + 2 * coord.quad_lane
+            # Forward substitution reads below the diagonal only.
+            for p in range(2 if i >= j else 0):
+                x = ptx.unpack([kk[i][j]], Float16)[p] * decays[p] * factors.beta_k2[i]
+                at = inverse.diagonal_column(coord, column + p) + row * 4
+                ptx.store_shared_f32(at, x)
+            products = ptx.unpack([kq[i][j]], Float16)
+            aqk = [x * decay for x, decay in zip(products, decays, strict=True)]
+            if i == j:
+                aqk = [ptx.select(column + p >= row, aqk[p], Float32(0)) for p in range(2)]
+            words.append(ptx.pack_x2(*aqk, Float16) if i <= j else Uint32(0))
+    store_aqk_block(inverse, coord, aqk_at, coord.subchunk, words)
 
-    def norm(self, squares, inverse):
-        return terms.norm_of(squares, inverse, self.qk_l2norm)
 
-    @cute.jit
-    def decay_products(self, coord, gates_at, aqk_at, kk, kq):
-        """The warp's 16 rows of the system, and its 16 columns of Aqk (computed transposed).
+def store_system_block(inverse, coord, b, words):
+    """Block (subchunk, b) of the system, b < subchunk: halves of its columns, then of its rows."""
+    for e in range(4):
+        inverse.store_system(coord, b, e % 2, e // 2, words[e])
 
-        Next to its diagonal block a warp has blocks of the system to the left and of Aqk below.
-        Their decay is a row's times a column's: to and from the last token in front of the warp's,
-        or the warp's last one. Each warp computes all four blocks: ptxas issues both sides of a
-        short branch anyway.
-        """
-        subchunk = coord.subchunk
-        factors = load_factors(coord, gates_at)
-        own_at = gates_at + (GATE_CUMSUM + subchunk * SUBCHUNK) * 4
-        own_columns = [
-            ptx.load_shared_f32x2(own_at + (8 * j + 2 * coord.quad_lane) * 4) for j in range(2)
-        ]
-        before = ptx.load_shared_f32(own_at - Int32(select_(subchunk > 0, 4, 0)))
-        last = ptx.load_shared_f32(own_at + (SUBCHUNK - 1) * 4)
-        left = [
-            ptx.exp2(row - before) * beta_k2
-            for row, beta_k2 in zip(factors.rows, factors.beta_k2, strict=True)
-        ]
-        below = [ptx.exp2(last - row) for row in factors.rows]
-        left, below = ([ptx.pack_x2(x, x, Float16) for x in xs] for xs in (left, below))
-        self.decay_diagonal(coord, aqk_at, kk, kq, factors, own_columns)
-        for b in cutlass.range_constexpr(4):
-            words = decay_branch_free(
-                coord, kk, kq, factors.columns, (before, left), (last, below), b
-            )
-            if b < subchunk:
-                for e in cutlass.range_constexpr(4):
-                    self.inverse.store_system(coord, b, e % 2, e // 2, words[e])
-            if b > subchunk:
-                self.store_aqk_block(coord, aqk_at, b, words)
-        cute.arch.sync_warp()
 
-    def decay_diagonal(self, coord, aqk_at, kk, kq, factors, columns):
-        """The warp's diagonal blocks. Of a pair's two decays, there and back, one is at most 1."""
-        kk, kq = (
-            [[own_word(coord, words, i, j) for j in range(2)] for i in range(2)]
-            for words in (kk, kq)
-        )
-        words = []
-        for j in range(2):
-            for i in range(2):
-                decays = [ptx.exp2(-cute.math.abs(factors.rows[i] - x)) for x in columns[j]]
-                row, column = coord.row + 8 * i, 8 * j + 2 * coord.quad_lane
-                # Forward substitution reads below the diagonal only.
-                for p in range(2 if i >= j else 0):
-                    x = ptx.unpack([kk[i][j]], Float16)[p] * decays[p] * factors.beta_k2[i]
-                    at = self.inverse.diagonal_column(coord, column + p) + row * 4
-                    ptx.store_shared_f32(at, x)
-                products = ptx.unpack([kq[i][j]], Float16)
-                aqk = [x * decay for x, decay in zip(products, decays, strict=True)]
-                if i == j:
-                    aqk = [ptx.select(column + p >= row, aqk[p], Float32(0)) for p in range(2)]
-                words.append(ptx.pack_x2(*aqk, Float16) if i <= j else Uint32(0))
-        self.store_aqk_block(coord, aqk_at, coord.subchunk, words)
-
-    def store_aqk_block(self, coord, aqk_at, b, words):
-        """Block (b, subchunk) of Aqk, given transposed: halves of its columns, then of its rows."""
-        matrix = coord.lane // 8
-        row = b * SUBCHUNK + matrix // 2 * 8 + coord.lane % 8
-        vector = 2 * coord.subchunk + matrix % 2
-        ptx.stmatrix_x4_trans(aqk_at + self.inverse.vector_offset(row, vector), words)
+def store_aqk_block(inverse, coord, aqk_at, b, words):
+    """Block (b, subchunk) of Aqk, given transposed: halves of its columns, then of its rows."""
+    matrix = coord.lane // 8
+    row = b * SUBCHUNK + matrix // 2 * 8 + coord.lane % 8
+    vector = 2 * coord.subchunk + matrix % 2
+    ptx.stmatrix_x4_trans(aqk_at + inverse.vector_offset(row, vector), words)
 
 
 def decay_branch_free(coord, kk, kq, columns, before, last, b):
