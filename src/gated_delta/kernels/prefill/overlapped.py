@@ -23,9 +23,10 @@ from cutlass.cutlass_dsl import select_
 from ..device import hopper, ptx
 from ..device.args import DTYPES, qk_head
 from ..device.hopper import WARP, WARPGROUP, NamedBarrier, warp_uniform
+from . import layout
 from .arguments import CTA_QUEUE, ITEM_QUEUE, SCANNED
 from .kernel import PrefillKernel
-from .layout import D, chunk_coord, clear_squares, counter_at, find_chunk, prepared_at
+from .layout import D
 from .mainloop_fp32 import MainloopFp32
 from .segments import scan_coord
 from .stages import LOAD_THREADS, SplitStages
@@ -101,7 +102,7 @@ class QueueWorker(Worker):
     def chunk_begun(self, args, coord, spare):
         """Count the last item, which waits for all stores of the SM, and take the next one."""
         if spare & (coord.lane == 0):
-            scanned = ptx.load_relaxed(counter_at(args, SCANNED))
+            scanned = ptx.load_relaxed(layout.counter_at(args, SCANNED))
             item = self.take_item(args, self.item_of(args, coord))
             self.publish(args)
             self.store(NEXT_ITEM, item)
@@ -123,7 +124,7 @@ class QueueWorker(Worker):
         """Count the head that is prepared."""
         slot = self.load(LAST_SLOT)
         if slot >= 0:
-            ptx.release_increment(prepared_at(args, slot))
+            ptx.release_increment(layout.prepared_at(args, slot))
             self.store(LAST_SLOT, NONE)
 
     @cute.jit
@@ -131,7 +132,7 @@ class QueueWorker(Worker):
         """An item from the queue, or none."""
         item = Int32(NO_ITEM)
         if last < self.load(END_ITEM):
-            number = ptx.atomic_increment(counter_at(args, ITEM_QUEUE))
+            number = ptx.atomic_increment(layout.counter_at(args, ITEM_QUEUE))
             item = self.load(QUEUED_FROM) + number
         return item
 
@@ -205,7 +206,7 @@ class PrefillOverlapped(PrefillKernel):
         if scans & (group < self.scanning):
             self.sync_scanning()
             squares = shared + self.stages.tinv
-            clear_squares(squares, 2 * self.stages.count, thread, self.scanning * WARPGROUP)
+            layout.clear_squares(squares, 2 * self.stages.count, thread, self.scanning * WARPGROUP)
             self.sync_scanning()
             work = work_of(args, cta - self.preparing_ctas(size), D // ROWS)
             coord = scan_coord(args, work, ROWS, shared, thread % WARPGROUP, group - 1)
@@ -231,7 +232,7 @@ class PrefillOverlapped(PrefillKernel):
     def take_role(self, args, shared, thread):
         """The CTA's number in the order in which CTAs start."""
         if thread == 0:
-            number = ptx.atomic_increment(counter_at(args, CTA_QUEUE))
+            number = ptx.atomic_increment(layout.counter_at(args, CTA_QUEUE))
             ptx.store_shared(shared + self.role, Uint32(number))
         cute.arch.sync_threads()
         return Int32(ptx.load_shared(shared + self.role))
@@ -288,10 +289,12 @@ class PrefillOverlapped(PrefillKernel):
             self.stay_close(args, worker, thread, item)
             hv = item % size.chunk_blocks * size.block_heads
             slot = item // size.chunk_blocks
-            sequence, number, tokens = find_chunk(args, slot, lane)
+            sequence, number, tokens = layout.find_chunk(args, slot, lane)
             # Later sub-chunks have more work: the warp that has them changes from item to item.
             subchunk = (thread // WARP + item) % 4
-            coord = chunk_coord(sequence, hv, slot, number, tokens, terms_at, thread, subchunk)
+            coord = layout.chunk_coord(
+                sequence, hv, slot, number, tokens, terms_at, thread, subchunk
+            )
             self.terms.prepare(args, coord, worker)
             if thread == 0:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -318,7 +321,7 @@ class PrefillOverlapped(PrefillKernel):
             if thread == 0:
                 worker.publish_last(args)
                 while (looks < MAX_LOOKS) & (
-                    ptx.load_relaxed(counter_at(args, SCANNED)) < expected
+                    ptx.load_relaxed(layout.counter_at(args, SCANNED)) < expected
                 ):
                     ptx.nanosleep(LOOK_NS)
                     looks += 1
@@ -344,14 +347,14 @@ class PrefillOverlapped(PrefillKernel):
             for part in ("early", "late"):
                 self.copies.start_part(part, args, coord, c, stage, phase, lane == 0)
             if lane == 0:
-                ptx.increment(counter_at(args, SCANNED))
+                ptx.increment(layout.counter_at(args, SCANNED))
 
     @cute.jit
     def chunks_prepared(self, args, coord, slot, c):
         """Number of leading chunks already prepared; one chunk per lane."""
         heads = Int32(0)
         if c < coord.end_chunk:
-            heads = ptx.load_acquire(prepared_at(args, slot))
+            heads = ptx.load_acquire(layout.prepared_at(args, slot))
         missing = Uint32(cute.arch.vote_ballot_sync(heads < args.size.chunk_blocks))
         cute.arch.sync_warp()
         cute.arch.fence_proxy("async.global")

@@ -18,23 +18,11 @@ from cutlass.cutlass_dsl import select_
 from ..device import hopper, ptx
 from ..device.args import DTYPES
 from ..device.hopper import WARP, WARPGROUP, NamedBarrier
+from . import layout
 from .arguments import CHUNK, CTA_QUEUE
 from .inputs_kda import RawInputs
 from .kernel import PrefillKernel
-from .layout import (
-    D,
-    Sequence,
-    chunk_coord,
-    counter_at,
-    find_sequence,
-    load_chunk,
-    load_sequence,
-    load_state_index,
-    num_chunks,
-    prepared_at,
-    rank_sequence,
-    tma_row,
-)
+from .layout import D
 from .terms import NO_ITEM, Worker
 from .terms_kda import KdaTerms
 
@@ -116,11 +104,11 @@ class RawWorker(Worker):
         return NextChunk(*(Int32(x) for x in words[0] + words[1]))
 
     def coord_of(self, chunk, shared, thread):
-        sequence = Sequence(chunk.n, chunk.token, chunk.tokens, Int32(0))
+        sequence = layout.Sequence(chunk.n, chunk.token, chunk.tokens, Int32(0))
         # Later sub-chunks have more work: their warps change from chunk to chunk.
         subchunk = (thread // WARP + chunk.slot) % 4
         head_chunk = sequence, chunk.hv, chunk.slot, Int32(0), chunk.tokens
-        return chunk_coord(*head_chunk, shared, thread, subchunk, chunk.iteration)
+        return layout.chunk_coord(*head_chunk, shared, thread, subchunk, chunk.iteration)
 
     @cute.jit
     def find_next(self, args, shared, lane, item, iteration, last_slot):
@@ -136,8 +124,10 @@ class RawWorker(Worker):
                 # The last chunks first: the scan starts with the first, which are then in L2.
                 hv = item % size.chunk_blocks
                 slot = size.chunk_slots - 1 - item // size.chunk_blocks
-                sequence, chunk, tokens = load_chunk(args, find_sequence(args, slot, lane), slot)
-                n, token = tma_row(args, sequence), sequence.start + chunk * CHUNK
+                sequence, chunk, tokens = layout.load_chunk(
+                    args, layout.find_sequence(args, slot, lane), slot
+                )
+                n, token = layout.tma_row(args, sequence), sequence.start + chunk * CHUNK
                 if tokens <= 0:
                     item = self.next_item(size, item)
         words = [Uint32(x) for x in (n, token, tokens, hv, slot, item, iteration, last_slot)]
@@ -185,9 +175,9 @@ def find_chunk_in_order(args, item, lane):
     maps, the first token and the number of tokens: 0 past the last chunk.
     """
     size = args.size
-    sequence = load_sequence(args, cutlass.min(lane, size.N - 1))
-    active = (lane < size.N) & (load_state_index(args, sequence.n) > size.null_index)
-    chunks = Int32(select_(active, num_chunks(sequence.tokens), 0))
+    sequence = layout.load_sequence(args, cutlass.min(lane, size.N - 1))
+    active = (lane < size.N) & (layout.load_state_index(args, sequence.n) > size.null_index)
+    chunks = Int32(select_(active, layout.num_chunks(sequence.tokens), 0))
     number, c = Int32(Uint32(item) // Uint32(size.chunk_blocks)), Int32(0)
     left, longer = number, Uint32(cute.arch.vote_ballot_sync(chunks > 0))
     while (longer != 0) & (left >= cute.arch.popc(longer)):
@@ -198,17 +188,17 @@ def find_chunk_in_order(args, item, lane):
     earlier = cute.arch.popc(longer & ((Uint32(1) << Uint32(lane)) - 1))
     owner = Uint32(cute.arch.vote_ballot_sync((chunks > c) & (earlier == left)))
     n = ptx.lowest_bit(owner) % 32
-    sequence = Sequence(Int32(n), *(shuffle_sync(x, offset=n) for x in sequence[1:]))
+    sequence = layout.Sequence(Int32(n), *(shuffle_sync(x, offset=n) for x in sequence[1:]))
     tokens = Int32(select_(owner != 0, cutlass.min(sequence.tokens - c * CHUNK, CHUNK), 0))
     hv, slot = item - number * size.chunk_blocks, sequence.first_slot + c
-    return hv, slot, tma_row(args, sequence), sequence.start + c * CHUNK, tokens
+    return hv, slot, layout.tma_row(args, sequence), sequence.start + c * CHUNK, tokens
 
 
 @cute.jit
 def count_prepared(args, slot, condition):
     """Count a slot's head as prepared, for the CTAs that scan."""
     if condition & (args.size.scanning > 0) & (slot >= 0):
-        ptx.release_increment(prepared_at(args, slot))
+        ptx.release_increment(layout.prepared_at(args, slot))
 
 
 def num_ctas(size):
@@ -244,7 +234,7 @@ class PrefillPrepareRaw(PrefillKernel):
             hopper.fence_mbarrier_init()
         hopper.wait_for_previous_kernel()
         clears = (cta == 0) & (thread == 0) & (size.scanning == 0)
-        ptx.store_words(counter_at(args, CTA_QUEUE), [Uint32(0)], clears)
+        ptx.store_words(layout.counter_at(args, CTA_QUEUE), [Uint32(0)], clears)
         worker = RawWorker(inputs, self.next_chunk, group)
         if in_group // WARP == 0:
             worker.find_next(args, shared, lane, Int32(-1), Int32(0), Int32(-1))
@@ -265,4 +255,4 @@ class PrefillPrepareRaw(PrefillKernel):
                 count_prepared(args, chunk.last_slot, True)
         if (args.ptr.sequence_order != 0) & (thread < WARP) & (size.scanning == 0):
             for n in cutlass.range(cta, size.N, num_ctas(size), unroll=1):
-                rank_sequence(args, n, thread)
+                layout.rank_sequence(args, n, thread)

@@ -10,23 +10,10 @@ from cutlass.cutlass_dsl import select_
 
 from ..device import arithmetic, hopper, ptx
 from ..device.args import offset, qk_head
-from . import bound, terms
+from . import bound, layout, terms
 from .arguments import CHUNK, SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES
 from .inverse import GATE_BETA_K, GATE_BETA_K2, GATE_BYTES, GATE_CUMSUM, Inverse, add_regions
-from .layout import (
-    GDN_SCALE_O,
-    GDN_SCALE_S_K,
-    GDN_SCALE_S_Q,
-    GDN_SCALE_U,
-    K_BLOCKS,
-    LOG2_E,
-    MIN_LOG_DECAY,
-    SUBCHUNK,
-    TILE,
-    head_chunk,
-    qk_head_chunk,
-    triangle_offset,
-)
+from .layout import K_BLOCKS, LOG2_E, SUBCHUNK, TILE
 
 NORM_Q, NORM_K, SQUARES_K = 0, CHUNK, 2 * CHUNK
 """First entries of the norms, fp32 [64] each: |q| times the scale, |k|; |k|**2, possibly inf."""
@@ -45,7 +32,7 @@ class GdnTerms:
         smem = hopper.SharedMemory()
         # q and k tiles until they are copied; later two buffers of Tinv and Aqk, and the system.
         self.tiles = self.tinv_aqk = smem.add(4 * TRIANGLE_BYTES)
-        self.inverse = Inverse(add_regions(smem), triangle_offset)
+        self.inverse = Inverse(add_regions(smem), layout.triangle_offset)
         self.k_operands = smem.add(TILE_BYTES)  # right operands of mma.sync, lane by lane
         assert self.k_operands >= self.tiles + 2 * TILE_BYTES
         self.gates = smem.add(4 * GATE_BYTES)  # of four heads
@@ -93,7 +80,7 @@ class GdnTerms:
         """Start the copies of q and k, in the CTA with the q/k head's first value head."""
         h = qk_head(coord.hv, args.size.qk_head_factor)
         if hopper.copies(coord.thread) & (coord.hv * args.size.H == h * args.size.HV):
-            at = qk_head_chunk(args, coord.slot, coord.hv)
+            at = layout.qk_head_chunk(args, coord.slot, coord.hv)
             for i, tiles in enumerate((args.ptr.q_tiles, args.ptr.k_tiles)):
                 source = coord.shared + self.tiles + i * TILE_BYTES
                 target = tiles + at * TILE_BYTES
@@ -246,7 +233,7 @@ class GdnTerms:
             cumsum = cumulate(log, coord.lane)
             cumsums.append(cumsum + before)
             before = before + shuffle_sync(cumsum, offset=31)
-        at = args.ptr.scales + head_chunk(args, coord.slot, coord.hv + i) * SCALE_BYTES
+        at = args.ptr.scales + layout.head_chunk(args, coord.slot, coord.hv + i) * SCALE_BYTES
         growth = Float32(1)
         for token, cumsum, beta in zip(tokens, cumsums, betas, strict=True):
             q_norm, k_norm = (self.load_norm(coord, first, token) for first in (NORM_Q, NORM_K))
@@ -278,7 +265,7 @@ def load_parameters(args, gate, hv):
 def log2_decay(args, gate, g, parameters, active):
     """A token's log decay to base 2, from raw g; 0 past the last token."""
     log = arithmetic.log_decay(gate, g, *parameters, args.bound)
-    log = ptx.fmax_nan(log, Float32(MIN_LOG_DECAY))
+    log = ptx.fmax_nan(log, Float32(layout.MIN_LOG_DECAY))
     return ptx.select(active, log * Float32(LOG2_E), Float32(0))
 
 
@@ -300,13 +287,13 @@ def store_scales(at, token, cumsum, last_cumsum, q_norm, k_norm, condition):
     """A token's scales to the workspace."""
     decay = ptx.exp2(cumsum)
     for first, x in (
-        (GDN_SCALE_S_K, k_norm * decay),
-        (GDN_SCALE_S_Q, decay),
-        (GDN_SCALE_O, q_norm),
+        (layout.GDN_SCALE_S_K, k_norm * decay),
+        (layout.GDN_SCALE_S_Q, decay),
+        (layout.GDN_SCALE_O, q_norm),
     ):
         ptx.store_words(at + (first + token * 4), [x.bitcast(Uint32)], condition)
     to_end = ptx.exp2(last_cumsum - cumsum)
-    ptx.store_if(Float16, at + GDN_SCALE_U + token * 2, to_end, condition)
+    ptx.store_if(Float16, at + layout.GDN_SCALE_U + token * 2, to_end, condition)
 
 
 # -------------------------------------------------------------------------------- decayed products

@@ -15,35 +15,9 @@ from cutlass.cute.arch import shuffle_sync
 from cutlass.cutlass_dsl import select_
 
 from ..device import hopper, ptx
-from . import bound, inverse, terms
+from . import bound, inputs_kda, inverse, layout, terms
 from .arguments import CHUNK, RAW_SCALE_BYTES, SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES
-from .inputs_kda import (
-    GROWTH_ROW,
-    VECTOR_BYTES,
-    InputRegions,
-    KdaGate,
-    RawInputs,
-    TileInputs,
-    bias_at,
-)
-from .inverse import GATE_BETA_K, GATE_BETA_K2, GATE_BYTES
-from .layout import (
-    K_BLOCKS,
-    KDA_SCALE_O,
-    KDA_SCALE_S_K,
-    KDA_SCALE_STATE,
-    LOG2_E,
-    MIN_LOG_DECAY,
-    Q_SCALE,
-    RAW_SCALE_K,
-    RAW_SCALE_Q,
-    RAW_SCALE_TOTALS,
-    SUBCHUNK,
-    TILE,
-    D,
-    head_chunk,
-    triangle_offset,
-)
+from .layout import K_BLOCKS, LOG2_E, SUBCHUNK, TILE, D
 
 MAX_GROWTH = 116.0
 """log2 of the largest growth of right operands in a sub-chunk.
@@ -91,7 +65,7 @@ class KdaTerms:
     ):
         self.dtype, self.qk_l2norm = dtype, qk_l2norm
         self.raw, self.assume_tokens = raw, assume_tokens
-        self.gate = KdaGate(gate, g_dtype)
+        self.gate = inputs_kda.KdaGate(gate, g_dtype)
         self.scale_bytes = RAW_SCALE_BYTES if raw else SCALE_BYTES
         smem = hopper.SharedMemory()
         k_operands, qk_operands = smem.add(TILE_BYTES), smem.add(2 * TILE_BYTES)
@@ -103,16 +77,16 @@ class KdaTerms:
         regions = inverse.add_regions(smem, late)
         self.cumsum = regions.system  # of a K block; the system overwrites them
         assert CHUNK * CUMSUM_PITCH <= inverse.SYSTEM_BYTES + inverse.INVERSES_BYTES
-        self.inverse = inverse.Inverse(regions, triangle_offset)
+        self.inverse = inverse.Inverse(regions, layout.triangle_offset)
         self.aqk = late.add(TRIANGLE_BYTES)
         # Tinv overwrites operands that have been read, but not k_operands if TMA loads g there.
         self.tinv = regions.diagonals if raw else k_operands
         self.totals = smem.add(4 * D * 4)  # log decays of each sub-chunk, fp32
-        self.vectors = smem.add(4 * VECTOR_BYTES)
-        self.gates = smem.add(GATE_BYTES)
-        self.regions = InputRegions(k_operands, qk_operands, self.vectors, g_fp32)
+        self.vectors = smem.add(4 * inputs_kda.VECTOR_BYTES)
+        self.gates = smem.add(inverse.GATE_BYTES)
+        self.regions = inputs_kda.InputRegions(k_operands, qk_operands, self.vectors, g_fp32)
         inputs = self.gate, K, self.regions
-        self.inputs = RawInputs(*inputs, smem) if raw else TileInputs(*inputs)
+        self.inputs = inputs_kda.RawInputs(*inputs, smem) if raw else inputs_kda.TileInputs(*inputs)
         self.bound = bound.KdaTransitionBound(smem) if windows else None
         self.smem = smem
 
@@ -189,10 +163,10 @@ class KdaTerms:
         return coord.shared + self.totals + subchunk * (D * 4)
 
     def vectors_at(self, coord):
-        return coord.shared + self.vectors + coord.subchunk * VECTOR_BYTES
+        return coord.shared + self.vectors + coord.subchunk * inputs_kda.VECTOR_BYTES
 
     def scales_at(self, args, coord):
-        return args.ptr.scales + head_chunk(args, coord.slot, coord.hv) * self.scale_bytes
+        return args.ptr.scales + layout.head_chunk(args, coord.slot, coord.hv) * self.scale_bytes
 
     # ---------------------------------------------------------------------------- norms
 
@@ -223,7 +197,7 @@ class KdaTerms:
     def store_norms(self, args, coord, inverse_norms, squares, beta):
         """beta |k|**2 and beta |k| to shared memory, |q| and |k| to the workspace."""
         scales, is_first = self.scales_at(args, coord), coord.quad_lane == 0
-        q_scale = args.scale * Float32(1 / Q_SCALE) if self.raw else args.scale
+        q_scale = args.scale * Float32(1 / layout.Q_SCALE) if self.raw else args.scale
         for i in range(2):
             token = coord.subchunk * SUBCHUNK + coord.row + 8 * i
             q_norm, k_norm = (
@@ -233,20 +207,24 @@ class KdaTerms:
             q_norm = q_norm * q_scale
             beta_k = shuffle_sync(beta, offset=coord.row + 8 * i) * k_norm
             at = coord.shared + self.gates + token * 4
-            ptx.store_shared_f32(at + GATE_BETA_K2 * 4, beta_k * k_norm)
-            ptx.store_shared_f32(at + GATE_BETA_K * 4, beta_k)
-            ptx.store_words(scales + KDA_SCALE_S_K + token * 4, [k_norm.bitcast(Uint32)], is_first)
-            ptx.store_words(scales + (KDA_SCALE_O + token * 4), [q_norm.bitcast(Uint32)], is_first)
+            ptx.store_shared_f32(at + inverse.GATE_BETA_K2 * 4, beta_k * k_norm)
+            ptx.store_shared_f32(at + inverse.GATE_BETA_K * 4, beta_k)
+            ptx.store_words(
+                scales + layout.KDA_SCALE_S_K + token * 4, [k_norm.bitcast(Uint32)], is_first
+            )
+            ptx.store_words(
+                scales + (layout.KDA_SCALE_O + token * 4), [q_norm.bitcast(Uint32)], is_first
+            )
             if self.bound is not None:
                 self.bound.store_k_norm(coord, token, k_norm)
 
     def store_inverse_norms(self, args, coord, inverse_norms):
         """For scan_raw, to the workspace; q's, and Aqk with them, times Q_SCALE."""
         scales = self.scales_at(args, coord)
-        scaled = [[q * Float32(Q_SCALE), k] for q, k in inverse_norms]
+        scaled = [[q * Float32(layout.Q_SCALE), k] for q, k in inverse_norms]
         for i, pair in enumerate(scaled):
             token = coord.subchunk * SUBCHUNK + coord.row + 8 * i
-            for first, x in zip((RAW_SCALE_Q, RAW_SCALE_K), pair, strict=True):
+            for first, x in zip((layout.RAW_SCALE_Q, layout.RAW_SCALE_K), pair, strict=True):
                 at = scales + (first + token * 4)
                 ptx.store_words(at, [x.bitcast(Uint32)], coord.quad_lane == 0)
         return scaled
@@ -257,10 +235,10 @@ class KdaTerms:
         """Cumulate a K block's log decays, a channel per lane. Returns: any exceeds MAX_GROWTH."""
         total, bias = None, None
         if self.gate.gate != "log":
-            bias = ptx.load_shared_f32(bias_at(coord, self.vectors, k_block))
+            bias = ptx.load_shared_f32(inputs_kda.bias_at(coord, self.vectors, k_block))
         for t, g in enumerate(self.inputs.load_g(coord, k_block)):
             log = self.gate.log2_decay(g, parameters, bias)
-            log = ptx.fmax_nan(log, Float32(MIN_LOG_DECAY * LOG2_E))
+            log = ptx.fmax_nan(log, Float32(layout.MIN_LOG_DECAY * LOG2_E))
             total = log if total is None else total + log
             ptx.store_shared_f32(self.cumsum_at(coord, t) + coord.lane * 4, total)
         totals_at = self.totals_at(coord, coord.subchunk)
@@ -268,7 +246,9 @@ class KdaTerms:
         exceeds = cute.arch.vote_any_sync(total < Float32(-MAX_GROWTH))
         growth = ptx.exp2(Float32(TF32_TRUNCATION * LOG2_E) - total)
         growth = ptx.select(exceeds, Float32(0), growth)
-        ptx.store_shared_f32(self.vectors_at(coord) + GROWTH_ROW * 128 + coord.lane * 4, growth)
+        ptx.store_shared_f32(
+            self.vectors_at(coord) + inputs_kda.GROWTH_ROW * 128 + coord.lane * 4, growth
+        )
         return exceeds
 
     def load_total(self, coord, subchunk, k_block):
@@ -303,14 +283,14 @@ class KdaTerms:
             self.store_decays_around(coord, before, after)
         # The last sub-chunk's warp has the sum of all of them.
         decays = [ptx.exp2(x + y) for x, y in zip(before, totals[3], strict=True)]
-        at = self.scales_at(args, coord) + KDA_SCALE_STATE + coord.lane * 16
+        at = self.scales_at(args, coord) + layout.KDA_SCALE_STATE + coord.lane * 16
         ptx.store_words(at, [x.bitcast(Uint32) for x in decays], coord.subchunk == 3)
         if self.bound is not None:
             self.bound.store_decay(coord, decays)
         cute.arch.sync_warp()
 
     def store_totals(self, args, coord, totals):
-        at = self.scales_at(args, coord) + RAW_SCALE_TOTALS + coord.lane * 16
+        at = self.scales_at(args, coord) + layout.RAW_SCALE_TOTALS + coord.lane * 16
         for b in range(4):
             words = [x.bitcast(Uint32) for x in totals[b]]
             ptx.store_words(at + b * D * 4, words, coord.subchunk == 2)
@@ -330,7 +310,7 @@ class KdaTerms:
         cumsum = [self.load_cumsum(coord, coord.row + 8 * i) for i in range(2)]
         total = self.load_total(coord, coord.subchunk, k_block)
         growth = ptx.load_shared_f32x8(
-            self.vectors_at(coord) + GROWTH_ROW * 128 + coord.quad_lane * 32
+            self.vectors_at(coord) + inputs_kda.GROWTH_ROW * 128 + coord.quad_lane * 32
         )
         tokens = self.load_unit_vectors(coord, inverse_norms, k_block)
         self.store_operands(coord, k_block, cumsum, total, growth, tokens, diagonal)
@@ -474,7 +454,7 @@ class KdaTerms:
 
     def tile_addresses(self, args, coord):
         """Of the lane's first vector in the tiles q_decayed, k_decayed, k_restored."""
-        at = head_chunk(args, coord.slot, coord.hv) * TILE_BYTES
+        at = layout.head_chunk(args, coord.slot, coord.hv) * TILE_BYTES
         at = at + TILE.offset(coord.subchunk * SUBCHUNK + coord.row, coord.quad_lane)
         return [tile + at for tile in (args.ptr.q_tiles, args.ptr.k_tiles, args.ptr.k_restored)]
 
