@@ -47,10 +47,17 @@ class MainloopFp32:
         self.recomputes = recomputes
 
     @cute.jit
-    def scan(self, args, coord, load_state, windows=False):
-        """A work tile of a scan, from its initial to its final state. windows: of the scan."""
+    def scan(self, args, coord, windows=False, load_state=None):
+        """A work tile of a scan, from its initial to its final state. windows: of the scan.
+
+        load_state: (args, coord, state) -> None, else the call's initial state.
+        """
         right, frag = self.products.right_operands(coord), self.products.make_fragments()
-        load_state(args, coord, frag.state)
+        if cutlass.const_expr(load_state is None):
+            rows = state.state_coord(coord.v_row, coord.thread)
+            self.states.load_initial(args, coord.work, rows, frag.state)
+        else:
+            load_state(args, coord, frag.state)
         checkpoint = Int32(0)
         if cutlass.const_expr(self.checkpoints):
             checkpoint = coord.first_stored

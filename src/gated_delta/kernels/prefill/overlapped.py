@@ -30,7 +30,6 @@ from .layout import D
 from .mainloop_fp32 import MainloopFp32
 from .segments import scan_coord
 from .stages import LOAD_THREADS, SplitStages
-from .state import state_coord
 from .terms import NO_ITEM, Worker
 from .terms_gdn import GdnTerms
 from .terms_kda import KdaTerms
@@ -217,7 +216,7 @@ class PrefillOverlapped(PrefillKernel):
             )
             if group == 1:
                 cute.arch.setmaxregister_increase(MMA_REGISTERS)
-                self.mainloop.scan(args, coord, self.load_state)
+                self.mainloop.scan(args, coord)
             else:
                 if group == 0:
                     cute.arch.setmaxregister_decrease(COPY_REGISTERS)
@@ -330,10 +329,6 @@ class PrefillOverlapped(PrefillKernel):
                 worker.store(MAY_WAIT, 0)
 
     # ---------------------------------------------------------------------------- scanning
-
-    def load_state(self, args, coord, state):
-        rows = state_coord(coord.v_row, coord.thread)
-        self.mainloop.states.load_initial(args, coord.work, rows, state)
 
     @cute.jit
     def copy_tiles(self, args, coord):

@@ -23,7 +23,7 @@ from .layout import D, init_shared
 from .mainloop_fp32 import MainloopFp32
 from .segments import add_window, in_place, scan_coord
 from .stages import LOAD_THREADS, make_stages
-from .state import load_rows, prefetch_initial_state, segment_state_offset, state_coord
+from .state import load_rows, prefetch_initial_state, segment_state_at, state_coord
 from .tiles import TileCopies, has_values
 from .work import work_of
 
@@ -58,9 +58,8 @@ class PrefillScan(PrefillKernel):
         deterministic: bool = False,
         stages: int = 3,
     ):
-        self.K, self.V, self.v_tiles = K, V, V // ROWS
-        self.windows, self.checkpoints = windows, checkpoints
-        self.state_dtype = DTYPES[state_dtype]
+        self.windows, self.checkpoints, self.v_tiles = windows, checkpoints, V // ROWS
+        self.state_bytes = V * K * DTYPES[state_dtype].width // 8
         channel, self.threads = axis == "channel", 2 * WARPGROUP
         smem = hopper.SharedMemory()
         self.stages = make_stages(smem, channel, ROWS, stages, STORE_THREADS, deterministic)
@@ -71,7 +70,7 @@ class PrefillScan(PrefillKernel):
             self.stages,
             K,
             DTYPES[dtype],
-            self.state_dtype,
+            DTYPES[state_dtype],
             deterministic=deterministic,
             checkpoints=checkpoints,
         )
@@ -100,12 +99,10 @@ class PrefillScan(PrefillKernel):
             hopper.wait_for_previous_kernel()
             coord = add_window(args, coord)
         if cutlass.const_expr(hinted):
-            coord = coord._replace(
-                first_chunk=hopper.warp_uniform(coord.first_chunk),
-                end_chunk=hopper.warp_uniform(coord.end_chunk),
-            )
+            first, end = (hopper.warp_uniform(x) for x in (coord.first_chunk, coord.end_chunk))
+            coord = coord._replace(first_chunk=first, end_chunk=end)
         if group >= 0:
-            self.mainloop.scan(args, coord, self.load_state, self.windows)
+            self.mainloop.scan(args, coord, self.windows, self.load_state)
         elif thread < WarpRole.STORE * hopper.WARP:
             self.copies.load(args, coord)
         else:
@@ -118,8 +115,7 @@ class PrefillScan(PrefillKernel):
         work = coord.work
         if (coord.group < 0) & (coord.end_chunk > coord.first_chunk):
             if (coord.thread == 0) & (work.segment == 0):
-                size = self.V * self.K * self.state_dtype.width // 8
-                prefetch_initial_state(args, work.state_index, work.hv, size)
+                prefetch_initial_state(args, work.state_index, work.hv, self.state_bytes)
             token = coord.first_chunk * CHUNK - CHUNK + coord.thread
             v_at = self.copies.v_address(args, work, cutlass.max(token, 0), 0)
             ptx.prefetch_l2(v_at, (token >= 0) & has_values(coord, token))
@@ -133,7 +129,7 @@ class PrefillScan(PrefillKernel):
         work, rows = coord.work, state_coord(coord.v_row, coord.thread)
         if (args.size.segments > 1) & ((work.segment > 0) | in_place(args)):
             hopper.wait_for_previous_kernel()
-            at = args.ptr.segment_states + segment_state_offset(args, work, D)
+            at = segment_state_at(args, work)
             load_rows(at, Float32, D, rows, Int32(coord.first_chunk == coord.first_stored), state)
         else:
             self.mainloop.states.load_initial(args, work, rows, state)

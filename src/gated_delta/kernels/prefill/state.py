@@ -14,7 +14,7 @@ from cutlass.cutlass_dsl import select_
 from ..device import hopper, ptx
 from ..device.args import offset
 from ..device.hopper import WARP
-from .arguments import CHUNK
+from .arguments import CHUNK, STATE_BYTES
 from .layout import GDN_SCALE_S_Q, KDA_SCALE_STATE, D, head_number, segment_number
 
 WARPGROUP_ROWS = 64  # V rows of an MMA warpgroup
@@ -170,10 +170,14 @@ def store_rows(at, dtype, columns, coord, condition, state, unscale):
             ptx.store_words(address, ptx.pack(pair, dtype), condition)
 
 
-def segment_state_offset(args, work, rows):
-    """Byte offset of a segment's fp32 matrix of `rows` rows among all segments."""
-    number = segment_number(args, head_number(args, work.sequence.n, work.hv), work.segment)
-    return number * (rows * D * 4)
+def segment_of(args, work):
+    """Number of a work tile's segment among those of all heads."""
+    return segment_number(args, head_number(args, work.sequence.n, work.hv), work.segment)
+
+
+def segment_state_at(args, work):
+    """Address of a segment's initial state in the workspace."""
+    return args.ptr.segment_states + segment_of(args, work) * STATE_BYTES
 
 
 def initial_state_at(args, state_index, hv):

@@ -26,7 +26,14 @@ from .layout import D, head_number, init_shared, segment_flag_at, segment_number
 from .mainloop_fp32 import MainloopFp32
 from .segments import add_window, has_window, in_place, scan_coord, window_chunks
 from .stages import LOAD_THREADS, make_stages
-from .state import WARPGROUP_ROWS, inverse_power_of_2, segment_state_offset, state_coord, store_rows
+from .state import (
+    WARPGROUP_ROWS,
+    inverse_power_of_2,
+    segment_of,
+    segment_state_at,
+    state_coord,
+    store_rows,
+)
 from .tiles import TileCopies
 from .work import work_of
 
@@ -41,11 +48,10 @@ class PrefillTransitions(PrefillKernel):
         self, axis: str, K: int, V: int, dtype: str, state_dtype: str, stages: int | None = None
     ):
         # mma.sync has no registers for a second MMA warpgroup.
-        self.K, self.rows = K, V if levels.current().wgmma else WARPGROUP_ROWS
+        self.rows = V if levels.current().wgmma else WARPGROUP_ROWS
         self.mma_groups, self.b_tiles = self.rows // WARPGROUP_ROWS, V // self.rows
         self.tiles = self.b_tiles + D // self.rows  # of B's rows, then of M's
         self.has_windows = K == V == D
-        self.state_dtype = DTYPES[state_dtype]
         channel, one_group = axis == "channel", self.mma_groups == 1
         stages = stages or (2 if channel and not one_group else 3)
         smem = hopper.SharedMemory()
@@ -84,8 +90,12 @@ class PrefillTransitions(PrefillKernel):
             first = (work.tile == 0) & (thread == 0)
             self.store_flag(args, coord, start_known | (next_window > 0), first)
             if (next_window == 0) & (self.is_b(work) | (not start_known)):
-                rows = self.tile_of_matrix(work) * self.rows
-                coord = coord._replace(v_row=rows + cutlass.max(group, 0) * WARPGROUP_ROWS)
+                # The tile among those of B, or of M: B has a single one, or as many as M.
+                tile = work.tile % self.b_tiles
+                if cutlass.const_expr(self.b_tiles == 1):
+                    tile = cutlass.max(work.tile - 1, 0)
+                v_row = tile * self.rows + cutlass.max(group, 0) * WARPGROUP_ROWS
+                coord = coord._replace(v_row=v_row)
                 if group >= 0:
                     if cutlass.const_expr(self.mma_groups > 1):
                         cute.arch.setmaxregister_increase(MMA_REGISTERS)
@@ -103,7 +113,7 @@ class PrefillTransitions(PrefillKernel):
         state = cute.make_rmem_tensor((D // 2,), Float32)
         rows = state_coord(coord.v_row, coord.thread)
         self.mainloop.states.load_initial(args, coord.work, rows, state)
-        at = args.ptr.segment_states + segment_state_offset(args, coord.work, D)
+        at = segment_state_at(args, coord.work)
         store_rows(at, Float32, D, rows, True, state, Float32(1))
 
     @cute.jit
@@ -131,10 +141,10 @@ class PrefillTransitions(PrefillKernel):
     @cute.jit
     def store_state(self, args, coord, state, state_scale):
         """M or B among the transitions; B as the next segment's initial state where it is that."""
-        ptr, work = args.ptr, coord.work
-        transition = ptr.segment_transitions + segment_state_offset(args, work, 2 * D)
+        work = coord.work
+        transition = args.ptr.segment_transitions + segment_of(args, work) * (2 * STATE_BYTES)
         transition += Int64(select_(self.is_m(work), Int64(STATE_BYTES), Int64(0)))
-        next_state = ptr.segment_states + segment_state_offset(args, work, D) + STATE_BYTES
+        next_state = segment_state_at(args, work) + STATE_BYTES
         start_known = (work.segment == 0) | has_window(coord)
         at = Int64(select_(start_known, next_state, transition))
         rows = state_coord(coord.v_row, coord.thread)
@@ -152,9 +162,3 @@ class PrefillTransitions(PrefillKernel):
 
     def is_m(self, work):
         return work.tile >= self.b_tiles
-
-    def tile_of_matrix(self, work):
-        """A work tile's number among those of B, or of M."""
-        if self.b_tiles == 1:
-            return cutlass.max(work.tile - 1, 0)
-        return work.tile % self.b_tiles  # V and D are both 128, or the only tile of B is 64 rows
