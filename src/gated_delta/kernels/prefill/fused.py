@@ -305,16 +305,11 @@ class PrefillFused(PrefillKernel):
     def raw_gates(self, args, work, lane):
         """With addresses of g and beta of the sequence's token `lane`."""
         parameters = terms_gdn.load_parameters(args, self.gate, work.hv)
-        ptr, stride, token = args.ptr, args.stride, (args, work.sequence, lane)
-        g_at = ptr.g + layout.token_offset(*token, stride.g_n, stride.g_t)
-        beta_at = ptr.beta + layout.token_offset(*token, stride.beta_n, stride.beta_t)
-        return RawGates(
-            g_at + offset(work.hv, stride.g_h),
-            beta_at + offset(work.hv, stride.beta_h),
-            parameters,
-            active_tokens(work),
-            cute.make_rmem_tensor((4,), Float32),
+        g_at, beta_at = (
+            layout.token_at(args, name, work.sequence, lane, work.hv) for name in ("g", "beta")
         )
+        raw = cute.make_rmem_tensor((4,), Float32)
+        return RawGates(g_at, beta_at, parameters, active_tokens(work), raw)
 
     def load_raw_gates(self, args, gates, c, lane):
         """A chunk's raw gates and betas, of tokens lane and lane + 32; zeros past the last one."""

@@ -193,27 +193,20 @@ class TileInputs:
 
     def token_addresses(self, args, coord, token):
         """Of the lane's 16 bytes of q, k and g in memory; 16 lanes have a token."""
-        ptr, stride = args.ptr, args.stride
         h = qk_head(coord.hv, args.size.qk_head_factor)
-        columns = coord.lane % 16 * 16
-        q_at = ptr.q + terms.chunk_token_offset(args, coord, token, stride.q_n, stride.q_t)
-        k_at = ptr.k + terms.chunk_token_offset(args, coord, token, stride.k_n, stride.k_t)
-        g_at = ptr.g + terms.chunk_token_offset(args, coord, token, stride.g_n, stride.g_t)
-        return (
-            q_at + offset(h, stride.q_h) + columns,
-            k_at + offset(h, stride.k_h) + columns,
-            g_at + offset(coord.hv, stride.g_h) + columns,
-        )
+        return [
+            terms.chunk_token_at(args, name, coord, token, head) + coord.lane % 16 * 16
+            for name, head in (("q", h), ("k", h), ("g", coord.hv))
+        ]
 
     def start_load_g_fp32(self, args, coord):
         """A row per token."""
-        stride, first = args.stride, coord.subchunk * SUBCHUNK
-        source = args.ptr.g + terms.chunk_token_offset(args, coord, first, stride.g_n, stride.g_t)
-        source = source + offset(coord.hv, stride.g_h) + coord.lane * 16
+        first = coord.subchunk * SUBCHUNK
+        source = terms.chunk_token_at(args, "g", coord, first, coord.hv) + coord.lane * 16
         for t in range(SUBCHUNK):
             active = (first + t < coord.tokens) & (4 * coord.lane < self.K)
             target = self.g_fp32_row(coord, t) + coord.lane * 16
-            source_t = source + offset(t, stride.g_t)
+            source_t = source + offset(t, args.stride.g_t)
             ptx.cp_async_or_fill(target, source_t, active, self.gate.neutral_g())
 
     def g_fp32_row(self, coord, t):

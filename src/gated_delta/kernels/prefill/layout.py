@@ -250,15 +250,21 @@ def rank_sequence(args, n, lane):
 # -------------------------------------------------------------------------------- addresses
 
 
-def token_offset(args, sequence, token, n_stride, t_stride):
-    """Byte offset of a sequence's token in a tensor of tokens."""
-    dense = Int32(select_(args.size.cu_seqlens_kind == 0, sequence.n, 0))
-    return offset(dense, n_stride) + offset(sequence.start + token, t_stride)
-
-
 def tma_row(args, sequence):
     """Index of a sequence in tensor maps, where packed tokens are one sequence."""
     return Int32(select_(args.size.cu_seqlens_kind == 0, sequence.n, 0))
+
+
+def token_offset(args, name, sequence, token):
+    """Byte offset of a sequence's token in q, k, v, g, beta or o."""
+    n, t = (getattr(args.stride, f"{name}_{dim}") for dim in "nt")
+    return offset(tma_row(args, sequence), n) + offset(sequence.start + token, t)
+
+
+def token_at(args, name, sequence, token, head):
+    """Address of a head's token."""
+    at = getattr(args.ptr, name) + token_offset(args, name, sequence, token)
+    return at + offset(head, getattr(args.stride, f"{name}_h"))
 
 
 def head_chunk(args, slot, hv):

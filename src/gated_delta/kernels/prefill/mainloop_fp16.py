@@ -174,7 +174,8 @@ class MainloopFp16:
             layout.SQUARE.tensor(coord.shared + at, self.terms.stages)
             for at in (self.regions.tinv, self.regions.aqk)
         )
-        return state.right_operands(coord.thread, Float16, k_update, k=k, q=q, tinv=tinv, aqk=aqk)
+        operands = dict(k=k, q=q, k_update=k_update, tinv=tinv, aqk=aqk)
+        return state.right_operands(coord.thread, Float16, **operands)
 
     def rows(self, coord):
         """A lane's part of the state."""
@@ -327,7 +328,7 @@ def store_zeros(args, work, thread):
     stride, size = args.stride, args.size
     row, vector = thread // 16, thread % 16
     o_at = args.ptr.o + offset(work.hv, stride.o_h) + vector * 16
-    o_at += layout.token_offset(args, work.sequence, Int32(0), stride.o_n, stride.o_t)
+    o_at += layout.token_offset(args, "o", work.sequence, Int32(0))
     begin, end = work.sequence.tokens, work.sequence.tokens
     if work.state_index < 0:
         begin = Int32(0)

@@ -33,8 +33,8 @@ class Wgmma:
             tile = SQUARE if name in ("tinv", "aqk") else TILE
             at = coord.shared + getattr(self.stages, name)
             tensors[name] = tile.tensor(at, self.stages.stages_of(name))
-        k_update = tensors.pop("k_restored", tensors["k"])
-        return right_operands(coord.thread, Float32, k_update, **tensors)
+        tensors["k_update"] = tensors.pop("k_restored", tensors["k"])
+        return right_operands(coord.thread, Float32, **tensors)
 
     def start(self, accumulator, left, name, right, stage, accumulate):
         major = hopper.MAJOR.MN if name == "k_update" else hopper.MAJOR.K

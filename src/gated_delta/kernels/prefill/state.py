@@ -79,12 +79,13 @@ class Operands(NamedTuple):
     aqk: cute.Tensor
 
 
-def right_operands(thread, accumulator, k_update, **products):
-    """k_update: as it lies in memory, [K, N, stages]."""
-    transposed = cute.make_tensor(k_update.iterator, cute.select(k_update.layout, [1, 0, 2]))
+def right_operands(thread, accumulator, **tensors):
+    """k_update comes as it lies in memory, [K, N, stages]."""
     operands = {}
-    for name, x in (products | dict(k_update=transposed)).items():
-        mma = update_mma() if name == "k_update" else product_mma(accumulator)
+    for name, x in tensors.items():
+        mma = product_mma(accumulator)
+        if name == "k_update":
+            mma, x = update_mma(), cute.make_tensor(x.iterator, cute.select(x.layout, [1, 0, 2]))
         part = mma.get_slice(thread)
         operands[name] = part.make_fragment_B(part.partition_B(x))
     return Operands(**operands)

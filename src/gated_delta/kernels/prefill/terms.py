@@ -13,11 +13,10 @@ from cutlass.cutlass_dsl import select_
 
 from ..arguments import ABSENT
 from ..device import arithmetic, hopper, ptx
-from ..device.args import offset
 from ..device.hopper import WARPGROUP
 from .arguments import CHUNK, TRIANGLE_BYTES
 from .inverse import GATE_BETA_K2
-from .layout import SUBCHUNK, head_chunk, token_offset
+from .layout import SUBCHUNK, head_chunk, token_at
 
 NO_ITEM = 0x7FFFFFFF
 """Number of the item, a chunk and head, after a persistent warpgroup's last one."""
@@ -59,9 +58,9 @@ class HeadAddresses(NamedTuple):
     aqk: Int32
 
 
-def chunk_token_offset(args, coord, token, n_stride, t_stride):
-    """Byte offset of the chunk's token in a tensor of tokens."""
-    return token_offset(args, coord.sequence, coord.chunk * CHUNK + token, n_stride, t_stride)
+def chunk_token_at(args, name, coord, token, head):
+    """layout.token_at of the chunk's token."""
+    return token_at(args, name, coord.sequence, coord.chunk * CHUNK + token, head)
 
 
 def norm_of(squares, inverse, qk_l2norm):
@@ -74,10 +73,8 @@ def norm_of(squares, inverse, qk_l2norm):
 
 def load_beta(args, coord, hv, token, condition, load=ptx.load_scalar):
     """A token's beta as it is in memory. load: load_scalar or load_scalar_bits."""
-    ptr, stride, size = args.ptr, args.stride, args.size
-    at = ptr.beta + chunk_token_offset(args, coord, token, stride.beta_n, stride.beta_t)
-    at = at + offset(hv, stride.beta_h)
-    return load(at, Int32(select_(condition, size.beta_kind, Int32(ABSENT))))
+    kind = Int32(select_(condition, args.size.beta_kind, Int32(ABSENT)))
+    return load(chunk_token_at(args, "beta", coord, token, hv), kind)
 
 
 def activate_beta(args, beta, condition):

@@ -106,14 +106,13 @@ class GdnTerms:
 
     def load_raw_qk(self, args, coord, i):
         """Words of the lane's token row + 8 i: q's and k's, a vector of each K block."""
-        ptr, stride = args.ptr, args.stride
         h = qk_head(coord.hv, args.size.qk_head_factor)
         token = self.token(coord, i)
         active = token < coord.tokens
-        q_at = ptr.q + terms.chunk_token_offset(args, coord, token, stride.q_n, stride.q_t)
-        q_at = q_at + offset(h, stride.q_h) + coord.quad_lane * 16
-        k_at = ptr.k + terms.chunk_token_offset(args, coord, token, stride.k_n, stride.k_t)
-        k_at = k_at + offset(h, stride.k_h) + coord.quad_lane * 16
+        q_at, k_at = (
+            terms.chunk_token_at(args, name, coord, token, h) + coord.quad_lane * 16
+            for name in "qk"
+        )
         # Read once: evicted first, so that the scan's inputs stay in L2.
         words = [
             ptx.load_words(at + 64 * j, active & (32 * j < self.K), policy=Int64(ptx.EVICT_FIRST))
@@ -200,14 +199,13 @@ class GdnTerms:
 
         Neighbouring threads have the heads of one token, which are contiguous in memory.
         """
-        stride, size = args.stride, args.size
-        head = first + coord.thread % 4
+        size, head = args.size, first + coord.thread % 4
         hv = coord.hv + cutlass.min(head, size.block_heads - 1)
         parameters, gates = load_parameters(args, self.gate, hv), []
         for token in (coord.thread // 4, coord.thread // 4 + 32):
             active = (token < coord.tokens) & (head < size.block_heads)
-            at = args.ptr.g + terms.chunk_token_offset(args, coord, token, stride.g_n, stride.g_t)
-            g = ptx.load(self.g_dtype, at + offset(hv, stride.g_h), active)
+            g_at = terms.chunk_token_at(args, "g", coord, token, hv)
+            g = ptx.load(self.g_dtype, g_at, active)
             beta = terms.load_beta(args, coord, hv, token, active)
             beta = terms.activate_beta(args, beta, active)
             gates.append((log2_decay(args, self.gate, g, parameters, active), beta))

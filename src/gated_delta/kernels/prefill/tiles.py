@@ -98,9 +98,7 @@ class TileCopies:
         """Address of 16 bytes of a token's values, of the work tile's V rows."""
         at = args.ptr.v + offset(work.hv, args.stride.v_h)
         at += offset(work.tile % self.v_tiles, self.stages.rows * 2) + vector * 16
-        return at + layout.token_offset(
-            args, work.sequence, token, args.stride.v_n, args.stride.v_t
-        )
+        return at + layout.token_offset(args, "v", work.sequence, token)
 
     def load_v(self, args, coord, v_at, c, ahead, has_v):
         row, _, step = self.copy_slice(coord.thread, LOAD_THREADS)
@@ -191,7 +189,7 @@ class TileCopies:
         row, vector, step = self.copy_slice(coord.thread, self.stages.stores)
         o_at = args.ptr.o + offset(work.hv, stride.o_h)
         o_at += offset(work.tile, self.stages.rows * 2) + vector * 16
-        o_at += layout.token_offset(args, work.sequence, Int32(0), stride.o_n, stride.o_t)
+        o_at += layout.token_offset(args, "o", work.sequence, Int32(0))
         self.wait_for_prepare()
         for c in cutlass.range(coord.first_chunk, coord.end_chunk, 1, unroll=1):
             stage, phase = self.stages.outputs.locate(c - coord.first_chunk)
