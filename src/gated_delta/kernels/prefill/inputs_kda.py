@@ -108,6 +108,15 @@ def activate_beta_bits(args, coord, bits):
     return terms.activate_beta(args, beta, lane_token(coord) < coord.tokens)
 
 
+def channels(coord, K):
+    """The lane's channel of each K block."""
+    return [cutlass.min(32 * k_block + coord.lane, K - 1) for k_block in range(K_BLOCKS)]
+
+
+def add_scaled(sums, xs, factor):
+    return [cute.math.fma(x, factor, y) for x, y in zip(xs, sums, strict=True)]
+
+
 def bias_at(coord, vectors, k_block):
     """Address of the bias of the lane's channel of a K block."""
     warp_at = coord.shared + vectors + coord.subchunk * VECTOR_BYTES
@@ -128,18 +137,15 @@ class TileInputs:
     Raw 16-bit g is in `k_operands`.
     """
 
-    by_tma = False
-
     def __init__(self, gate, K, regions):
         self.gate, self.K, self.regions = gate, K, regions
-        self.g_fp32 = regions.g_fp32
 
     def load(self, args, coord):
         """The warp's tokens and biases to shared memory. Returns the lane's beta and parameters."""
         self.start_load_tokens(args, coord)
         bits = load_beta_bits(args, coord)
         parameters = self.gate.load_parameters(args, coord.hv)
-        biases = self.gate.load_biases(args, coord.hv, self.channels(coord))
+        biases = self.gate.load_biases(args, coord.hv, channels(coord, self.K))
         store_biases(coord, self.regions.vectors, biases)
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_warp()
@@ -148,10 +154,6 @@ class TileInputs:
     def activated(self, args, coord, bits):
         """Beta, from the first result of `load`: later, to hide the load's latency."""
         return activate_beta_bits(args, coord, bits)
-
-    def channels(self, coord):
-        """The lane's channel of each K block."""
-        return [cutlass.min(32 * k_block + coord.lane, self.K - 1) for k_block in range(K_BLOCKS)]
 
     def operands_at(self, coord, region, k_block):
         """Address of a pair of K blocks of the sub-chunk's tokens."""
@@ -177,7 +179,7 @@ class TileInputs:
         # Two tokens' q, k and g in turn: eight copies of one tensor after another are 6% slower.
         for t in cutlass.range(0, SUBCHUNK, 2, unroll=1):
             active = (token + t < coord.tokens) & (32 * k_block < self.K)
-            if cutlass.const_expr(self.g_fp32 is None):
+            if cutlass.const_expr(self.regions.g_fp32 is None):
                 neutral_g = self.gate.neutral_g()
                 ptx.cp_async_or_fill(at + regions.k_operands, g_at, active, neutral_g)
             ptx.cp_async_or_zero(at + regions.qk_operands, q_at, active)
@@ -187,7 +189,7 @@ class TileInputs:
                 x + offset(2, step)
                 for x, step in ((q_at, stride.q_t), (k_at, stride.k_t), (g_at, stride.g_t))
             )
-        if cutlass.const_expr(self.g_fp32 is not None):
+        if cutlass.const_expr(self.regions.g_fp32 is not None):
             self.start_load_g_fp32(args, coord)
         cute.arch.cp_async_commit_group()
 
@@ -210,11 +212,11 @@ class TileInputs:
             ptx.cp_async_or_fill(target, source_t, active, self.gate.neutral_g())
 
     def g_fp32_row(self, coord, t):
-        return coord.shared + self.g_fp32 + (coord.subchunk * SUBCHUNK + t) * (D * 4)
+        return coord.shared + self.regions.g_fp32 + (coord.subchunk * SUBCHUNK + t) * (D * 4)
 
     def load_g(self, coord, k_block):
         """Raw g of the sub-chunk's tokens, of the lane's channel of a K block."""
-        if self.g_fp32 is not None:
+        if self.regions.g_fp32 is not None:
             column = (32 * k_block + coord.lane) * 4
             addresses = [self.g_fp32_row(coord, t) + column for t in range(SUBCHUNK)]
         else:
@@ -235,7 +237,6 @@ class RawInputs:
     stores and reads them. coord has a further field, `iteration`: the warpgroup's count of chunks.
     """
 
-    by_tma = True
     box = TILE
 
     def __init__(self, gate, K, regions, smem):
@@ -276,8 +277,8 @@ class RawInputs:
         """The lane's beta as it is in memory; the gate's parameters and biases."""
         parameters = self.gate.load_parameters(args, coord.hv)
         bits = load_beta_bits(args, coord)
-        channels = [cutlass.min(32 * k_block + coord.lane, D - 1) for k_block in range(K_BLOCKS)]
-        return coord, bits, parameters, self.gate.load_biases(args, coord.hv, channels)
+        biases = self.gate.load_biases(args, coord.hv, channels(coord, D))
+        return coord, bits, parameters, biases
 
     def store_ahead(self, args, ahead):
         """Store the results of `load_ahead` to shared memory."""

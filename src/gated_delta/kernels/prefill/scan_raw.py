@@ -25,7 +25,7 @@ from ..device import hopper, ptx
 from ..device.args import DTYPES, offset, qk_head
 from . import layout
 from .arguments import CHUNK, RAW_SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES
-from .inputs_kda import KdaGate
+from .inputs_kda import KdaGate, add_scaled
 from .kernel import PrefillKernel
 from .layout import LOG2_E, MIN_LOG_DECAY, SQUARE, SUBCHUNK, D
 from .mainloop_fp16 import BOX_BYTES, VALUES, MainloopFp16, Regions, store_zeros
@@ -92,7 +92,9 @@ class PrefillScanRaw(PrefillKernel):
     @cute.kernel
     def kernel(self, args: NamedTuple):
         thread, cta = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
-        shared = self.start(thread)
+        rings = (self.tokens, self.terms, self.scheduler.ring)
+        shared = layout.init_shared(rings, self.tinv, 4, thread, self.threads)
+        cute.arch.sync_threads()
         role = thread // hopper.WARPGROUP
         if role >= WarpRole.MMA0:
             cute.arch.setmaxregister_increase(self.registers[1])
@@ -116,14 +118,6 @@ class PrefillScanRaw(PrefillKernel):
             )
             if args.size.scanning > 0:
                 hopper.wait_for_previous_kernel()  # the next kernel waits for this one alone
-
-    @cute.jit
-    def start(self, thread):
-        """The CTA's shared memory: mbarriers, and squares with zeros above the diagonal."""
-        rings = (self.tokens, self.terms, self.scheduler.ring)
-        shared = layout.init_shared(rings, self.tinv, 4, thread, self.threads)
-        cute.arch.sync_threads()
-        return shared
 
     # ---------------------------------------------------------------------------- MMA warpgroups
 
@@ -281,10 +275,8 @@ class PrefillScanRaw(PrefillKernel):
             at = scales + layout.RAW_SCALE_TOTALS + b * (D * 4) + lane * 16
             totals = ptx.load_shared_f32x4(at)
             earlier = Float32(select_(b < subchunk, Float32(1), Float32(0)))
-            before = [cute.math.fma(x, earlier, y) for x, y in zip(totals, before, strict=True)]
-            rest = [
-                cute.math.fma(x, Float32(1) - earlier, y) for x, y in zip(totals, rest, strict=True)
-            ]
+            before = add_scaled(before, totals, earlier)
+            rest = add_scaled(rest, totals, Float32(1) - earlier)
         return before, rest
 
     @cute.jit
@@ -302,7 +294,10 @@ class PrefillScanRaw(PrefillKernel):
         """Two tokens; all their words are loaded before any are stored."""
         regions, unit = (self.q, self.k, self.k_restored), self.unit(gate)
         dtypes = BFloat16, BFloat16, self.gate.g_dtype
-        raw = [[load_words(at + region) for region in regions] for at in addresses]
+        raw = [
+            [ptx.pack(ptx.load_shared_f32x2(at + region), Float32) for region in regions]
+            for at in addresses
+        ]
         inverse_q, inverse_k = (
             ptx.load_shared_f32x2(norms + first)
             for first in (layout.RAW_SCALE_Q, layout.RAW_SCALE_K)
@@ -326,8 +321,3 @@ class PrefillScanRaw(PrefillKernel):
             ):
                 decayed = [ptx.mul_x2(x, y) for x, y in zip(words, decays, strict=True)]
                 ptx.store_shared_x2(at + region, decayed)
-
-
-def load_words(address):
-    """Two words of shared memory."""
-    return [x.bitcast(Uint32) for x in ptx.load_shared_f32x2(address)]

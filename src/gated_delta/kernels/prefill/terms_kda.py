@@ -8,6 +8,8 @@ instead, by G(start) - G_i. Where that exceeds `MAX_GROWTH`, four tokens at a ti
 split.
 """
 
+import itertools
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32, Int64, Uint32
@@ -121,7 +123,7 @@ class KdaTerms:
         self.store_diagonal(coord, head, diagonal)
         self.off_diagonal_blocks(args, coord, head)
         self.inverse.invert_diagonal(coord, head.gates)
-        if cutlass.const_expr(self.inputs.by_tma):
+        if cutlass.const_expr(self.raw):
             hopper.fence_async_proxy()  # TMA overwrites the operands
         ahead = worker.operands_read(args, coord)
         self.inverse.invert_below(coord, head.tinv)
@@ -275,30 +277,24 @@ class KdaTerms:
                 ptx.select(x, Float32(1), Float32(0))
                 for x in (b < coord.subchunk, b > coord.subchunk)
             )
-            before = [cute.math.fma(x, earlier, y) for x, y in zip(totals[b], before, strict=True)]
-            after = [cute.math.fma(x, later, y) for x, y in zip(totals[b], after, strict=True)]
+            before = inputs_kda.add_scaled(before, totals[b], earlier)
+            after = inputs_kda.add_scaled(after, totals[b], later)
         if self.raw:
-            self.store_totals(args, coord, totals)
+            at = self.scales_at(args, coord) + layout.RAW_SCALE_TOTALS + coord.lane * 16
+            for b in range(4):
+                words = ptx.pack(totals[b], Float32)
+                ptx.store_words(at + b * D * 4, words, coord.subchunk == 2)
         else:
-            self.store_decays_around(coord, before, after)
+            for first, logs in ((FROM_START, before), (TO_END, after)):
+                for p, word in enumerate(ptx.pack_pairs([ptx.exp2(x) for x in logs])):
+                    ptx.store_shared(self.vectors_at(coord) + first + coord.lane * 8 + p * 4, word)
         # The last sub-chunk's warp has the sum of all of them.
         decays = [ptx.exp2(x + y) for x, y in zip(before, totals[3], strict=True)]
         at = self.scales_at(args, coord) + layout.KDA_SCALE_STATE + coord.lane * 16
-        ptx.store_words(at, [x.bitcast(Uint32) for x in decays], coord.subchunk == 3)
+        ptx.store_words(at, ptx.pack(decays, Float32), coord.subchunk == 3)
         if self.bound is not None:
             self.bound.store_decay(coord, decays)
         cute.arch.sync_warp()
-
-    def store_totals(self, args, coord, totals):
-        at = self.scales_at(args, coord) + layout.RAW_SCALE_TOTALS + coord.lane * 16
-        for b in range(4):
-            words = [x.bitcast(Uint32) for x in totals[b]]
-            ptx.store_words(at + b * D * 4, words, coord.subchunk == 2)
-
-    def store_decays_around(self, coord, before, after):
-        for first, logs in ((FROM_START, before), (TO_END, after)):
-            for p, word in enumerate(ptx.pack_pairs([ptx.exp2(x) for x in logs])):
-                ptx.store_shared(self.vectors_at(coord) + first + coord.lane * 8 + p * 4, word)
 
     # ---------------------------------------------------------------------------- diagonal blocks
 
@@ -320,14 +316,12 @@ class KdaTerms:
 
     def load_unit_vectors(self, coord, inverse_norms, k_block):
         """The lane's channels of q and k: [token][q or k]."""
-        raw = [
-            [ptx.load_shared_x4(self.left_at(coord, qk, i, k_block)) for qk in range(2)]
-            for i in range(2)
-        ]
+        at = [[self.left_at(coord, qk, i, k_block) for qk in range(2)] for i in range(2)]
+        raw = [[ptx.load_shared_x4(x) for x in pair] for pair in at]
         return [
             [
-                [x * y for x in ptx.unpack(words, self.dtype)]
-                for words, y in zip(raw[i], inverse_norms[i], strict=True)
+                [x * inverse for x in ptx.unpack(words, self.dtype)]
+                for words, inverse in zip(raw[i], inverse_norms[i], strict=True)
             ]
             for i in range(2)
         ]
@@ -397,14 +391,10 @@ class KdaTerms:
 
     def store_diagonal(self, coord, head, diagonal):
         beta_k2 = terms.load_beta_k2(coord, head.gates)
-        for half in range(2):
-            for i in range(2):
-                q_products, k_products = (
-                    [diagonal[2 * i + p, half, qk] for p in range(2)] for qk in range(2)
-                )
-                system = [x * beta_k2[i] for x in k_products]
-                self.inverse.store_system_diagonal(coord, i, half, system)
-                self.inverse.store_aqk_diagonal(coord, head.aqk, i, half, q_products)
+        for half, i, q_products, k_products in products_of(diagonal):
+            system = [x * beta_k2[i] for x in k_products]
+            self.inverse.store_system_diagonal(coord, i, half, system)
+            self.inverse.store_aqk_diagonal(coord, head.aqk, i, half, q_products)
 
     # ---------------------------------------------------------------------------- other blocks
 
@@ -415,7 +405,9 @@ class KdaTerms:
         Warp 0 multiplies sub-chunk 3 by sub-chunk 0.
         """
         one, two = new_blocks(), cute.make_rmem_tensor((4, 2, 2), Float32)
-        tiles = self.tile_addresses(args, coord)
+        at = layout.head_chunk(args, coord.slot, coord.hv) * TILE_BYTES
+        at = at + TILE.offset(coord.subchunk * SUBCHUNK + coord.row, coord.quad_lane)
+        tiles = [tile + at for tile in (args.ptr.q_tiles, args.ptr.k_tiles, args.ptr.k_restored)]
         absmax = self.bound.new_absmax() if self.bound is not None else None
         if coord.subchunk > 1:
             two.fill(0.0)
@@ -451,12 +443,6 @@ class KdaTerms:
             [ptx.load_shared_x4(self.left_at(coord, qk, step, k_block)) for step in range(2)]
             for qk in range(2)
         ]
-
-    def tile_addresses(self, args, coord):
-        """Of the lane's first vector in the tiles q_decayed, k_decayed, k_restored."""
-        at = layout.head_chunk(args, coord.slot, coord.hv) * TILE_BYTES
-        at = at + TILE.offset(coord.subchunk * SUBCHUNK + coord.row, coord.quad_lane)
-        return [tile + at for tile in (args.ptr.q_tiles, args.ptr.k_tiles, args.ptr.k_restored)]
 
     def store_tiles(self, coord, tiles, absmax, k_block, left):
         """8 channels of the lane's tokens: q and k decayed from the chunk's start, k to its end.
@@ -504,15 +490,11 @@ class KdaTerms:
         """Block (a, b) of the system and of Aqk."""
         coord = coord._replace(subchunk=a)
         beta_k2 = terms.load_beta_k2(coord, head.gates)
-        for half in range(2):
-            for i in range(2):
-                q_products, k_products = (
-                    [block[2 * i + p, half, qk] for p in range(2)] for qk in range(2)
-                )
-                system = ptx.pack_x2(*(x * beta_k2[i] for x in k_products), Float16)
-                self.inverse.store_system(coord, b, i, half, system)
-                aqk = ptx.pack_x2(*q_products, Float16)
-                self.inverse.store_aqk(coord, head.aqk, b, i, half, aqk)
+        for half, i, q_products, k_products in products_of(block):
+            system = ptx.pack_x2(*(x * beta_k2[i] for x in k_products), Float16)
+            self.inverse.store_system(coord, b, i, half, system)
+            aqk = ptx.pack_x2(*q_products, Float16)
+            self.inverse.store_aqk(coord, head.aqk, b, i, half, aqk)
 
 
 def new_blocks():
@@ -520,6 +502,12 @@ def new_blocks():
     blocks = cute.make_rmem_tensor((4, 2, 2), Float32)
     blocks.fill(0.0)
     return blocks
+
+
+def products_of(block):
+    """Of each half of the columns and of the lane's rows: half, row, products with q, with k."""
+    for half, i in itertools.product(range(2), range(2)):
+        yield half, i, *([block[2 * i + p, half, qk] for p in range(2)] for qk in range(2))
 
 
 def add_diagonal(block, left, right):
