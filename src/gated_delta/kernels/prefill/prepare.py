@@ -31,14 +31,7 @@ class PrefillPrepare(PrefillKernel):
     """windows: store a bound of each chunk's transition, for segments that start in a window."""
 
     def __init__(
-        self,
-        axis: str,
-        K: int,
-        dtype: str,
-        g_dtype: str,
-        gate: str,
-        qk_l2norm: bool,
-        windows: bool,
+        self, axis: str, K: int, dtype: str, g_dtype: str, gate: str, qk_l2norm: bool, windows: bool
     ):
         self.channel = axis == "channel"
         terms = KdaTerms if self.channel else GdnTerms

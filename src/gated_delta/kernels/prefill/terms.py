@@ -73,8 +73,8 @@ def norm_of(squares, inverse, qk_l2norm):
 
 def load_beta(args, coord, hv, token, condition, load=ptx.load_scalar):
     """A token's beta as it is in memory. load: load_scalar or load_scalar_bits."""
-    kind = Int32(select_(condition, args.size.beta_kind, Int32(ABSENT)))
-    return load(chunk_token_at(args, "beta", coord, token, hv), kind)
+    at = chunk_token_at(args, "beta", coord, token, hv)
+    return load(at, Int32(select_(condition, args.size.beta_kind, Int32(ABSENT))))
 
 
 def activate_beta(args, beta, condition):

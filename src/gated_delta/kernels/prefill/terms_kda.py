@@ -55,15 +55,7 @@ class KdaTerms:
     """
 
     def __init__(
-        self,
-        K,
-        dtype,
-        g_dtype,
-        gate,
-        qk_l2norm,
-        windows=False,
-        raw=False,
-        assume_tokens=False,
+        self, K, dtype, g_dtype, gate, qk_l2norm, windows=False, raw=False, assume_tokens=False
     ):
         self.dtype, self.qk_l2norm = dtype, qk_l2norm
         self.raw, self.assume_tokens = raw, assume_tokens
@@ -316,8 +308,10 @@ class KdaTerms:
 
     def load_unit_vectors(self, coord, inverse_norms, k_block):
         """The lane's channels of q and k: [token][q or k]."""
-        at = [[self.left_at(coord, qk, i, k_block) for qk in range(2)] for i in range(2)]
-        raw = [[ptx.load_shared_x4(x) for x in pair] for pair in at]
+        raw = [
+            [ptx.load_shared_x4(self.left_at(coord, qk, i, k_block)) for qk in range(2)]
+            for i in range(2)
+        ]
         return [
             [
                 [x * inverse for x in ptx.unpack(words, self.dtype)]
