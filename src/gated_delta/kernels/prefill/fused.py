@@ -9,8 +9,7 @@ Warpgroups, with registers of a thread:
     MMA0, MMA1 168   64 V rows of the state each: mainloop_fp16.py
 
 Shared memory: four stages of tokens (k and q, scales, norms) and two of terms (Tinv, Aqk, v, later
-o): a chunk's stage of terms is its tokens' modulo 2. TMA fills a stage of tokens that the MMA
-warpgroups have released, CONVERT and then PREPARE follow chunk by chunk.
+o): a chunk's stage of terms is its tokens' modulo 2.
 """
 
 import enum
@@ -184,14 +183,14 @@ class PrefillFused(PrefillKernel):
             if left < CHUNK:
                 self.clear_rows(shared_at, lane_thread, stage, left)
             for is_q in cutlass.range(2, unroll=1):
-                rows = [
-                    self.load_row(shared_at, lane_thread, stage, is_q, half) for half in range(2)
-                ]
+                at = [self.row_at(shared_at, lane_thread, stage, is_q, half) for half in range(2)]
+                rows = [load_row(row_at) for row_at in at]
                 for half in cutlass.range_constexpr(2):
-                    row_at = self.row_at(shared_at, lane_thread, stage, is_q, half)
-                    self.convert_row(
-                        args, shared_at, lane_thread, stage, is_q, half, row_at, rows[half]
-                    )
+                    row = half * 32 + lane_thread // 4
+                    norm = self.convert_row(args, is_q, at[half], rows[half])
+                    norm_at = shared_at + self.norms + stage * NORMS_BYTES
+                    norm_at += (NORM_K + is_q * (NORM_Q - NORM_K) + row) * 4
+                    ptx.store_shared(norm_at, norm.bitcast(Uint32), lane_thread % 4 == 0)
                 if (warp == 0) & (not started) & (left > CHUNK):
                     next_stage, next_phase = self.tokens.locate(iteration + 1)
                     if self.tokens.producer_try_acquire(shared_at, next_stage, next_phase):
@@ -218,12 +217,6 @@ class PrefillFused(PrefillKernel):
         row = is_q * CHUNK + half * 32 + thread // 4
         return shared + self.kq + stage * PAIR.bytes + PAIR.offset_in_block(row, row, thread % 4)
 
-    def load_row(self, shared, thread, stage, is_q, half):
-        """The thread's words of a row of raw k or q."""
-        at = self.row_at(shared, thread, stage, is_q, half)
-        fours = [ptx.load_shared_x4(at + j * VECTOR_STEP) for j in range(D // 32)]
-        return [word for four in fours for word in four]
-
     @cute.jit
     def clear_rows(self, shared, thread, stage, left):
         """Zero the thread's rows of k and q past the sequence's last token."""
@@ -234,8 +227,8 @@ class PrefillFused(PrefillKernel):
                 for j in cutlass.range_constexpr(D // 32):
                     ptx.store_shared_x4(at + j * VECTOR_STEP, [Uint32(0)] * 4)
 
-    def convert_row(self, args, shared, thread, stage, is_q, half, at, words):
-        """The thread's raw k (q) to fp16 at `at`, and its norm to shared memory.
+    def convert_row(self, args, is_q, at, words):
+        """The thread's raw k (q) to fp16 at `at`. Returns its norm.
 
         A row is multiplied by a power of two, so it keeps all its digits: its length is in 0.5..1,
         of q a sixteenth of that. The norm makes up for it.
@@ -252,9 +245,7 @@ class PrefillFused(PrefillKernel):
         for j in range(D // 32):
             fp16 = [ptx.scale_bf16_to_fp16(word, factor) for word in words[4 * j : 4 * j + 4]]
             ptx.store_shared_x4(at + j * VECTOR_STEP, fp16)
-        row = NORM_K + is_q * (NORM_Q - NORM_K) + (half * 32 + thread // 4)
-        norm_at = shared + self.norms + stage * NORMS_BYTES + row * 4
-        ptx.store_shared(norm_at, norm.bitcast(Uint32), thread % 4 == 0)
+        return norm
 
     # ---------------------------------------------------------------------------- PREPARE
 
@@ -387,6 +378,12 @@ class PrefillFused(PrefillKernel):
             products.append(accumulator)
         warpgroup.commit_group()
         return products
+
+
+def load_row(at):
+    """The thread's words of a row of raw k or q."""
+    fours = [ptx.load_shared_x4(at + j * VECTOR_STEP) for j in range(D // 32)]
+    return [word for four in fours for word in four]
 
 
 def sum_of_squares(words):

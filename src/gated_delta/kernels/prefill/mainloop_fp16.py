@@ -5,13 +5,7 @@ leaving registers. Accumulators are fp16 but for the state's: half the registers
 fp16, and fp32 arithmetic overlaps with such products. The right operands come from shared memory:
 k and q from the producer warpgroups, Tinv and Aqk. TMA brings v and takes o away, both by way of
 one region. A chunk has a stage of tokens, and one of two stages of terms: Tinv, Aqk, v, then o.
-
-A chunk, with the state's scale s (docs/kernels/prefill.md, "Timeline of a chunk"):
-    S k, S q        in flight while v is scaled to fp16
-    u               Tinv (v - S k), in flight while the state decays
-    S += u k        and o = S q + Aqk u
-    o               to shared memory, from there by TMA; the tokens' stage is released
-    s               rescaled; the state is rounded to fp16 for the next chunk
+docs/kernels/prefill.md, "Timelines".
 """
 
 from typing import NamedTuple

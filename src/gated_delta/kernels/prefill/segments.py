@@ -66,25 +66,19 @@ def has_window(coord):
 def window_chunks(args, coord):
     """Chunks in front of a segment over which its head's M is 0; 0 where those are too many.
 
-    A warp, whose lanes have a chunk each.
+    A warp, whose lanes have a chunk each. The first segment has no window, nor one without chunks.
     """
-    lane, most = coord.thread % WARP, max_window(args, coord)
+    work, lane = coord.work, coord.thread % WARP
+    can_start = (work.segment > 0) & (work.segment < args.size.segments)
+    can_start = can_start & (coord.first_chunk < coord.end_chunk)
+    most = cutlass.min(cutlass.max(segment_chunks(args, work.sequence), SHORT_WINDOW), MAX_WINDOW)
+    most = Int32(select_(can_start, cutlass.min(most, coord.first_chunk), 0))
     norm = ptx.select(lane < most, load_norm(args, coord, lane, lane < most), Float32(1))
     for step in (1, 2, 4, 8, 16):
         nearer = shuffle_sync_up(norm, offset=step, mask_and_clamp=0)
         norm = norm * ptx.select(lane >= step, nearer, Float32(1))
     forgotten = cute.arch.vote_ballot_sync((norm <= Float32(MAX_M)) & (lane < most))
     return Int32(select_(forgotten != 0, Int32(ptx.lowest_bit(forgotten)) + 1, Int32(0)))
-
-
-def max_window(args, coord):
-    """Chunks of a segment's window at most; 0 of the first segment and of one without chunks."""
-    work = coord.work
-    can_start = (work.segment > 0) & (work.segment < args.size.segments)
-    can_start = can_start & (coord.first_chunk < coord.end_chunk)
-    most = cutlass.min(cutlass.max(segment_chunks(args, work.sequence), SHORT_WINDOW), MAX_WINDOW)
-    most = cutlass.min(most, coord.first_chunk)
-    return Int32(select_(can_start, most, 0))
 
 
 def load_norm(args, coord, chunks_before, condition):

@@ -236,7 +236,12 @@ class GdnTerms:
         for token, cumsum, beta in zip(tokens, cumsums, betas, strict=True):
             q_norm, k_norm = (self.load_norm(coord, first, token) for first in (NORM_Q, NORM_K))
             beta_k = beta * k_norm
-            store_gates(gates + token * 4, cumsum, beta_k, k_norm)
+            for first, x in (
+                (GATE_CUMSUM, cumsum),
+                (GATE_BETA_K2, beta_k * k_norm),
+                (GATE_BETA_K, beta_k),
+            ):
+                ptx.store_shared_f32(gates + (first + token) * 4, x)
             store_scales(at, token, cumsum, before, q_norm, k_norm, has_head)
             if self.windows:
                 squares = self.load_norm(coord, SQUARES_K, token)
@@ -273,12 +278,6 @@ def cumulate(log, lane):
         other = shuffle_sync_up(log, offset=step, mask_and_clamp=0)
         log = log + ptx.select(lane >= step, other, Float32(0))
     return log
-
-
-def store_gates(at, cumsum, beta_k, k_norm):
-    ptx.store_shared_f32(at + GATE_CUMSUM * 4, cumsum)
-    ptx.store_shared_f32(at + GATE_BETA_K2 * 4, beta_k * k_norm)
-    ptx.store_shared_f32(at + GATE_BETA_K * 4, beta_k)
 
 
 def store_scales(at, token, cumsum, last_cumsum, q_norm, k_norm, condition):

@@ -34,12 +34,8 @@ class TileCopies:
     """
 
     def __init__(self, stages, dtype, v_tiles, prefetch, windows=False, overlapped=False):
-        self.stages, self.channel, self.dtype, self.v_tiles = (
-            stages,
-            stages.channel,
-            dtype,
-            v_tiles,
-        )
+        self.stages, self.channel = stages, stages.channel
+        self.dtype, self.v_tiles = dtype, v_tiles
         self.prefetch, self.windows, self.overlapped = prefetch, windows, overlapped
         # Values pass through registers, a chunk ahead; with two MMA warpgroups load warps have none
         # to spare, and values come by cp.async.

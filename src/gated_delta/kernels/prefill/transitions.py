@@ -88,7 +88,11 @@ class PrefillTransitions(PrefillKernel):
             # Known at its start: the segment's B is the next initial state, and M is not needed.
             start_known = (work.segment == 0) | has_window(coord)
             first = (work.tile == 0) & (thread == 0)
-            self.store_flag(args, coord, start_known | (next_window > 0), first)
+            # No transition is passed over it where the next state is known, or not needed.
+            flag = Uint32(Int32(start_known | (next_window > 0)))
+            head = head_number(args, work.sequence.n, ptx.opaque(work.hv))
+            flag_at = segment_flag_at(args, segment_number(args, head, work.segment))
+            ptx.store_words(flag_at, [flag], first)
             if (next_window == 0) & (self.is_b(work) | (not start_known)):
                 # The tile among those of B, or of M: B has a single one, or as many as M.
                 tile = work.tile % self.b_tiles
@@ -149,13 +153,6 @@ class PrefillTransitions(PrefillKernel):
         at = Int64(select_(start_known, next_state, transition))
         rows = state_coord(coord.v_row, coord.thread)
         store_rows(at, Float32, D, rows, True, state, inverse_power_of_2(state_scale))
-
-    def store_flag(self, args, coord, flag, condition):
-        """Whether no transition is passed over the segment: the next initial state is there, or
-        not needed."""
-        head = head_number(args, coord.work.sequence.n, ptx.opaque(coord.work.hv))
-        at = segment_flag_at(args, segment_number(args, head, coord.work.segment))
-        ptx.store_words(at, [Uint32(Int32(flag))], condition)
 
     def is_b(self, work):
         return work.tile < self.b_tiles
