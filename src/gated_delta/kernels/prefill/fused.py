@@ -112,8 +112,6 @@ class PrefillFused(PrefillKernel):
             self.tokens,
             self.full,
             Regions(self.tinv, self.aqk, v, self.scales, boxes),
-            SCALE_BYTES,
-            layout.GDN_SCALE_S_K,
         )
         self.shared = smem.size
 

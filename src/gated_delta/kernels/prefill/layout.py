@@ -46,6 +46,7 @@ KDA_SCALE_STATE = 512  # the state's decay over the chunk, fp32 [128]
 # For scan_raw also 1 / |k|, 1 / |q|, and the sub-chunks' log2 decays, fp32 [4, 128].
 RAW_SCALE_K, RAW_SCALE_Q, RAW_SCALE_TOTALS = 1024, 1280, 1536
 RAW_SCALE_S_K = RAW_SCALE_BYTES  # in shared memory: -|k|, fp16 [64]
+RAW_STAGE_BYTES = RAW_SCALE_BYTES + 2 * CHUNK
 
 
 # -------------------------------------------------------------------------------- tiles, triangles

@@ -18,7 +18,7 @@ from cutlass.cute.nvgpu import warpgroup
 from ..device import hopper, ptx
 from ..device.args import offset
 from . import layout, state
-from .arguments import CHUNK
+from .arguments import CHUNK, SCALE_BYTES
 from .work import Work, active_tokens
 
 ROWS = state.WARPGROUP_ROWS
@@ -55,7 +55,6 @@ class Regions(NamedTuple):
 class MainloopFp16:
     """channel: KDA, with decays per channel. tokens, terms: the pipeline's rings.
 
-    scale_bytes: of a chunk's scales. s_k_scale: offset of the scale of S k: minus, fp16 [64].
     sync_loads: a warp barrier behind the initial state's loads. Either value is right.
     """
 
@@ -67,15 +66,17 @@ class MainloopFp16:
         tokens,
         terms,
         regions,
-        scale_bytes,
-        s_k_scale,
         sync_loads=False,
     ):
         self.channel, self.checkpoints = channel, checkpoints
         self.states = state.States(state_dtype)
         self.tokens, self.terms, self.regions = tokens, terms, regions
-        self.scale_bytes, self.s_k_scale = scale_bytes, s_k_scale
-        self.o_scale = layout.KDA_SCALE_O if channel else layout.GDN_SCALE_O
+        # Of a chunk's scales: all bytes, the offsets of o's and of S k's, which is negative here.
+        self.scale_bytes, self.o_scale, self.s_k_scale = (
+            (layout.RAW_STAGE_BYTES, layout.KDA_SCALE_O, layout.RAW_SCALE_S_K)
+            if channel
+            else (SCALE_BYTES, layout.GDN_SCALE_O, layout.GDN_SCALE_S_K)
+        )
         self.sync_loads = sync_loads
         self.pipeline = hopper.TokenPipeline(tokens.stages, CHUNK)
 
@@ -129,7 +130,7 @@ class MainloopFp16:
         # v - S k: the scales are negative.
         at = self.scales_at(coord, pipe, self.s_k_scale)
         s_k_scales = state.load_columns(at, coord.thread, Float16)
-        scale_words(frag.s_k, frag.operand, s_k_scales, values)
+        state.scale_words(frag.s_k, frag.operand, s_k_scales, values)
         o_scale = state_scale
         hopper.start_mma(frag.s_k, frag.operand, right.tinv, terms)
         state.decay(frag.state, self.scales_at(coord, pipe, 0), coord.thread, self.channel)
@@ -143,11 +144,11 @@ class MainloopFp16:
         left = frag.u
         if cutlass.const_expr(not self.channel):
             left = frag.operand
-            scale_words(frag.u, left, u_scales)
+            state.scale_words(frag.u, left, u_scales)
         hopper.start_mma(frag.state, left, right.k_update, pipe.stage, True, hopper.MAJOR.MN)
         if cutlass.const_expr(not self.channel):
             at = self.scales_at(coord, pipe, layout.FUSED_SCALE_S_Q)
-            scale_words(frag.o, frag.o, state.load_columns(at, coord.thread, Float16))
+            state.scale_words(frag.o, frag.o, state.load_columns(at, coord.thread, Float16))
         hopper.start_mma(frag.o, frag.u, right.aqk, terms, True)
         # The other warpgroup keeps the tensor cores busy, so the stage is released early.
         self.store_outputs(args, coord, frag, pipe, o_scale)
@@ -301,16 +302,6 @@ class MainloopFp16:
         for i in range(CHUNK // 16):
             words = ptx.load_shared_x4(at + i * 2048)
             ptx.store_words(o_at + offset(16 * i, args.stride.o_t), words, pipe.left - row > 16 * i)
-
-
-def scale_words(source, target, scales, add=None):
-    """target = source * scales (+ add), packed pairs of fp16."""
-    source, target = (cute.recast_tensor(x, Uint32) for x in (source, target))
-    for i in range(cute.size(target)):
-        scale = scales[i // 2]
-        target[i] = (
-            ptx.mul_x2(source[i], scale) if add is None else ptx.fma_x2(source[i], scale, add[i])
-        )
 
 
 # -------------------------------------------------------------------------------- producers

@@ -17,6 +17,12 @@ from .arguments import CHUNK, SCALE_BYTES
 from .products import MmaSync, Wgmma
 from .segments import is_last
 
+SCALES = (
+    dict(s_k=layout.GDN_SCALE_S_K, s_q=layout.GDN_SCALE_S_Q, o=layout.GDN_SCALE_O),
+    dict(s_k=layout.KDA_SCALE_S_K, o=layout.KDA_SCALE_O),
+)
+"""Offsets of fp32 scales: GDN's, KDA's."""
+
 
 class MainloopFp32:
     """stages: TileStages or SplitStages.
@@ -78,12 +84,11 @@ class MainloopFp32:
         state_scale, pipe = Float32(1), self.stages.ring.start(coord.first_chunk, Int32(0))
         if coord.end_chunk > coord.first_chunk:
             self.stages.wait(coord.shared, pipe)
+            v_absmax = self.v_absmax(coord, pipe)
             if cutlass.const_expr(self.deterministic):
-                state_scale = state.set_scale(frag.state, self.v_absmax(coord, pipe), state_scale)
+                state_scale = state.set_scale(frag.state, v_absmax, state_scale)
             else:
-                state_scale = state.rescale(
-                    frag.state, self.v_absmax(coord, pipe), state_scale, True
-                )
+                state_scale = state.rescale(frag.state, v_absmax, state_scale, True)
             state.to_fp16(frag.state, frag.state_fp16)
             for _ in cutlass.range(coord.first_chunk, coord.end_chunk, 1, unroll=1):
                 state_scale, pipe, checkpoint = self.chunk(
@@ -145,9 +150,7 @@ class MainloopFp32:
         if self.channel:
             self.start_mma(frag.state, frag.u, "k_update", right, pipe, True)
         else:
-            u, words = (cute.recast_tensor(x, Uint32) for x in (frag.u, frag.operand))
-            for i in range(cute.size(words)):
-                words[i] = ptx.mul_x2(u[i], u_scales[i // 2])
+            state.scale_words(frag.u, frag.operand, u_scales)
             self.start_mma(frag.state, frag.operand, "k_update", right, pipe, True)
             if self.has_outputs:
                 state.scale_columns(frag.o, self.column_scales(coord, pipe, "s_q"))
@@ -156,10 +159,18 @@ class MainloopFp32:
 
     def finish_chunk(self, frag, coord, pipe, state_scale):
         """Epilogue of a chunk: outputs to shared memory, the stage is released."""
-        o_scales = self.column_scales(coord, pipe, "o") if self.has_outputs else None
+        if self.has_outputs:
+            o_scales = self.column_scales(coord, pipe, "o")
         self.products.wait(0)
         if self.has_outputs:
-            self.store_o(coord, pipe, self.outputs(frag, o_scales, state_scale))
+            unscale, words = state.inverse_power_of_2(state_scale), []
+            for j, pair in enumerate(o_scales):
+                x = [frag.o[4 * j + i] * (pair[i % 2] * unscale) for i in range(4)]
+                words += ptx.pack_pairs(x, self.dtype)
+            self.stages.acquire_outputs(coord.shared, pipe)
+            at, pitch = self.values_at(coord, pipe, self.stages.o), self.stages.v_pitch
+            state.store_matrices(at, 8 * pitch, words)
+            self.stages.outputs.producer_arrive(coord.shared, self.v_stage(pipe))
         self.stages.release(coord, pipe)
 
     @cute.jit
@@ -193,11 +204,8 @@ class MainloopFp32:
 
     def column_scales(self, coord, pipe, name):
         """fp32 scales of a lane's columns."""
-        gdn = {"s_k": layout.GDN_SCALE_S_K, "s_q": layout.GDN_SCALE_S_Q, "o": layout.GDN_SCALE_O}
-        first = ({"s_k": layout.KDA_SCALE_S_K, "o": layout.KDA_SCALE_O} if self.channel else gdn)[
-            name
-        ]
-        return state.load_columns(self.scales_at(coord, pipe) + first, coord.thread, Float32)
+        at = self.scales_at(coord, pipe) + SCALES[self.channel][name]
+        return state.load_columns(at, coord.thread, Float32)
 
     # ---------------------------------------------------------------------------- values, outputs
 
@@ -211,9 +219,8 @@ class MainloopFp32:
 
     def values(self, coord, pipe):
         """The chunk's values, packed, in the order of accumulators."""
-        return state.load_matrices(
-            self.values_at(coord, pipe, self.stages.v), 8 * self.stages.v_pitch
-        )
+        at, pitch = self.values_at(coord, pipe, self.stages.v), self.stages.v_pitch
+        return state.load_matrices(at, 8 * pitch)
 
     def v_stage(self, pipe):
         return self.stages.stage_of("v", pipe.stage, pipe.chunk)
@@ -239,20 +246,3 @@ class MainloopFp32:
                     v = [x * state_scale for x in ptx.unpack([word], self.dtype)]
                 residual = [v[p] - frag.s_k[at + p] * s_k_scales[j][p] for p in range(2)]
                 words[2 * j + i] = ptx.pack_x2(residual[0], residual[1], Float16)
-
-    def outputs(self, frag, o_scales, state_scale):
-        """A chunk's outputs, packed, in the order of accumulators."""
-        unscale, words = state.inverse_power_of_2(state_scale), []
-        for j, pair in enumerate(o_scales):
-            x = [frag.o[4 * j + i] * (pair[i % 2] * unscale) for i in range(4)]
-            words += [ptx.pack_x2(x[0], x[1], self.dtype), ptx.pack_x2(x[2], x[3], self.dtype)]
-        return words
-
-    @cute.jit
-    def store_o(self, coord, pipe, words):
-        """A chunk's outputs to shared memory."""
-        self.stages.acquire_outputs(coord.shared, pipe)
-        state.store_matrices(
-            self.values_at(coord, pipe, self.stages.o), 8 * self.stages.v_pitch, words
-        )
-        self.stages.outputs.producer_arrive(coord.shared, self.v_stage(pipe))

@@ -27,7 +27,7 @@ from . import layout
 from .arguments import CHUNK, RAW_SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES
 from .inputs_kda import KdaGate, add_scaled
 from .kernel import PrefillKernel
-from .layout import LOG2_E, MIN_LOG_DECAY, SQUARE, SUBCHUNK, D
+from .layout import LOG2_E, MIN_LOG_DECAY, RAW_STAGE_BYTES, SQUARE, SUBCHUNK, D
 from .mainloop_fp16 import BOX_BYTES, VALUES, MainloopFp16, Regions, store_zeros
 from .work import TileScheduler, active_tokens
 
@@ -39,7 +39,6 @@ TOKENS_AT_ONCE = 2  # that a warp loads before it stores
 RAW_TILE = hopper.SwizzledTile(CHUNK, D, 64)
 """A chunk's q, k or g, two TMA boxes."""
 BOX = hopper.SwizzledTile(CHUNK, 64, 64)
-SCALES = RAW_SCALE_BYTES + 2 * CHUNK  # of a chunk: as prepare leaves them, and of S k
 
 
 class WarpRole(enum.IntEnum):
@@ -66,7 +65,7 @@ class PrefillScanRaw(PrefillKernel):
         v, self.tinv, self.aqk = (
             smem.add(2 * size, 1024) for size in (2 * VALUES.bytes, SQUARE.bytes, SQUARE.bytes)
         )
-        self.scales = smem.add(STAGES * SCALES)
+        self.scales = smem.add(STAGES * RAW_STAGE_BYTES)
         self.tokens = smem.add_ring(STAGES, producers=1, consumers=2 * hopper.WARPGROUP)
         # The decay warpgroup's threads, one for Tinv and Aqk, one of each MMA warpgroup for v.
         self.terms = smem.add_ring(2, producers=hopper.WARPGROUP + 3)
@@ -80,8 +79,6 @@ class PrefillScanRaw(PrefillKernel):
             self.tokens,
             self.terms,
             Regions(self.tinv, self.aqk, v, self.scales, boxes),
-            SCALES,
-            layout.RAW_SCALE_S_K,
             sync_loads=not more_for_mma,
         )
         self.shared = smem.size
@@ -140,7 +137,12 @@ class PrefillScanRaw(PrefillKernel):
             self.start_tokens(args, work, shared, stage, c, number)
         if (c > 0) & (lane == 0):
             before = layout.head_chunk(args, work.sequence.first_slot + c - 1, work.hv)
-            self.start_squares(args, shared, self.terms.stage_of(iteration - 1), before)
+            stage = self.terms.stage_of(iteration - 1)
+            full = self.terms.full_at(shared, stage)
+            self.terms.producer_expect(shared, stage, 2 * TRIANGLE_BYTES)
+            for i, square in enumerate((self.tinv, self.aqk)):
+                triangle_at = args.ptr.tinv_aqk + (before * 2 + i) * TRIANGLE_BYTES
+                layout.load_square(triangle_at, shared + square + stage * SQUARE.bytes, full)
 
     @cute.jit
     def wait_until_prepared(self, args, first_slot, c, chunks, lane):
@@ -169,15 +171,8 @@ class PrefillScanRaw(PrefillKernel):
                 at = shared + region + stage * TILE_BYTES + column * BOX.bytes
                 hopper.copy_box(tensor_map, BOX, hopper.BoxCoord(n, token, head, column), at, full)
         with cute.arch.elect_one():
-            target = shared + self.scales + stage * SCALES
+            target = shared + self.scales + stage * RAW_STAGE_BYTES
             ptx.bulk_load(target, args.ptr.scales + number * RAW_SCALE_BYTES, RAW_SCALE_BYTES, full)
-
-    def start_squares(self, args, shared, stage, number):
-        full = self.terms.full_at(shared, stage)
-        self.terms.producer_expect(shared, stage, 2 * TRIANGLE_BYTES)
-        for i, square in enumerate((self.tinv, self.aqk)):
-            triangle_at = args.ptr.tinv_aqk + (number * 2 + i) * TRIANGLE_BYTES
-            layout.load_square(triangle_at, shared + square + stage * SQUARE.bytes, full)
 
     # ---------------------------------------------------------------------------- decay warpgroups
 
@@ -218,7 +213,7 @@ class PrefillScanRaw(PrefillKernel):
         at = shared + stage * TILE_BYTES + lane // 16 * BOX.bytes + subchunk * (SUBCHUNK * 128)
         if left < CHUNK:
             self.clear_tokens(at, lane, left - subchunk * SUBCHUNK)
-        scales = shared + self.scales + stage * SCALES
+        scales = shared + self.scales + stage * RAW_STAGE_BYTES
         if thread < CHUNK:
             k_norm = ptx.load_shared_f32(scales + layout.KDA_SCALE_S_K + thread * 4)
             s_k = -cute.math.min(k_norm, Float32(ptx.FP16_MAX))

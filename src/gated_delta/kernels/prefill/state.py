@@ -124,6 +124,16 @@ def decay(state, scales_at, thread, channel):
         multiply(state, ptx.load_shared_f32(scales_at + GDN_SCALE_S_Q + (CHUNK - 1) * 4))
 
 
+def scale_words(source, target, scales, add=None):
+    """target = source * scales (+ add), packed pairs of fp16."""
+    source, target = (cute.recast_tensor(x, Uint32) for x in (source, target))
+    for i in range(cute.size(target)):
+        scale = scales[i // 2]
+        target[i] = (
+            ptx.mul_x2(source[i], scale) if add is None else ptx.fma_x2(source[i], scale, add[i])
+        )
+
+
 def load_matrices(at, step):
     """A chunk's v in the order of accumulators, packed. step: bytes of 8 tokens."""
     fours = [ptx.ldmatrix_x4_trans(at + j * step) for j in range(0, CHUNK // 8, 2)]
