@@ -277,7 +277,6 @@ class PrefillFused(PrefillKernel):
             c, iteration = c + 1, iteration + 1
 
     def store_terms(self, coord, kk, kq):
-        """Tinv and Aqk of a chunk."""
         gates = self.gates_at(coord.shared, coord.chunk)
         tinv, aqk = (
             coord.shared + at + self.full.stage_of(coord.slot) * SQUARE.bytes

@@ -45,7 +45,6 @@ class KdaGate:
         return rate, args.bound * Float32(LOG2_E)
 
     def load_biases(self, args, hv, channels):
-        """dt_bias of the channels."""
         if self.gate == "log":
             return []
         at = args.ptr.dt_bias + offset(hv, args.stride.dt_bias_h)

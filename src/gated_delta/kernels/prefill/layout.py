@@ -296,7 +296,6 @@ def segment_flag_at(args, number):
 
 
 def counter_at(args, word):
-    """Address of a word of the workspace's counters."""
     return args.ptr.counters + offset(word, 4)
 
 

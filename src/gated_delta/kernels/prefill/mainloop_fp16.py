@@ -173,7 +173,6 @@ class MainloopFp16:
         return state.right_operands(coord.thread, Float16, **operands)
 
     def rows(self, coord):
-        """A lane's part of the state."""
         return state.state_coord(coord.group * ROWS, coord.thread)
 
     def store_checkpoints(self, args, coord, frag, state_scale, chunk):

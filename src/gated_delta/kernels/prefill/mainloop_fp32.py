@@ -145,7 +145,6 @@ class MainloopFp32:
         return state_scale, next_pipe, checkpoint
 
     def start_update(self, frag, right, coord, u_scales, pipe):
-        """Start the state's update and Aqk u."""
         state.to_fp16(frag.s_k, frag.u)
         if self.channel:
             self.start_mma(frag.state, frag.u, "k_update", right, pipe, True)
@@ -203,7 +202,6 @@ class MainloopFp32:
         return coord.shared + self.stages.scales + stage * SCALE_BYTES
 
     def column_scales(self, coord, pipe, name):
-        """fp32 scales of a lane's columns."""
         at = self.scales_at(coord, pipe) + SCALES[self.channel][name]
         return state.load_columns(at, coord.thread, Float32)
 

@@ -120,7 +120,6 @@ class QueueWorker(Worker):
 
     @cute.jit
     def publish(self, args):
-        """Count the head that is prepared."""
         slot = self.load(LAST_SLOT)
         if slot >= 0:
             ptx.release_increment(layout.prepared_at(args, slot))

@@ -208,7 +208,10 @@ class PrefillScanRaw(PrefillKernel):
 
     @cute.jit
     def decay_chunk(self, shared, stage, thread, left, gate):
-        """The warp's sub-chunk, and minus |k|, the scale of S k."""
+        """q, k and g of the warp's sub-chunk become right operands of the mainloop's products.
+
+        And minus |k|, the scale of S k.
+        """
         lane, subchunk = thread % 32, thread // 32
         at = shared + stage * TILE_BYTES + lane // 16 * BOX.bytes + subchunk * (SUBCHUNK * 128)
         if left < CHUNK:
@@ -218,7 +221,13 @@ class PrefillScanRaw(PrefillKernel):
             k_norm = ptx.load_shared_f32(scales + layout.KDA_SCALE_S_K + thread * 4)
             s_k = -cute.math.min(k_norm, Float32(ptx.FP16_MAX))
             ptx.store_shared_half(scales + layout.RAW_SCALE_S_K + thread * 2, s_k)
-        self.decay_tokens(scales, at, lane, subchunk, gate)
+        totals = self.load_totals(scales, lane, subchunk)
+        cumsum = cute.make_rmem_tensor((4,), Float32)
+        cumsum.fill(0.0)
+        for first in cutlass.range(0, SUBCHUNK, TOKENS_AT_ONCE, unroll=1):
+            addresses = [self.token_at(at, lane, first + j) for j in range(TOKENS_AT_ONCE)]
+            norms = scales + (subchunk * SUBCHUNK + first) * 4
+            self.decay_pair(addresses, norms, totals, cumsum, gate)
 
     def token_at(self, at, lane, token):
         """Address of the lane's four channels of a token: 16 lanes have a row of 128 bytes."""
@@ -273,17 +282,6 @@ class PrefillScanRaw(PrefillKernel):
             before = add_scaled(before, totals, earlier)
             rest = add_scaled(rest, totals, Float32(1) - earlier)
         return before, rest
-
-    @cute.jit
-    def decay_tokens(self, scales, at, lane, subchunk, gate):
-        """q, k and g of the sub-chunk's tokens become right operands of the mainloop's products."""
-        totals = self.load_totals(scales, lane, subchunk)
-        cumsum = cute.make_rmem_tensor((4,), Float32)
-        cumsum.fill(0.0)
-        for first in cutlass.range(0, SUBCHUNK, TOKENS_AT_ONCE, unroll=1):
-            addresses = [self.token_at(at, lane, first + j) for j in range(TOKENS_AT_ONCE)]
-            norms = scales + (subchunk * SUBCHUNK + first) * 4
-            self.decay_pair(addresses, norms, totals, cumsum, gate)
 
     def decay_pair(self, addresses, norms, totals, cumsum, gate):
         """Two tokens; all their words are loaded before any are stored."""

@@ -34,7 +34,6 @@ class PrefillSchedule(PrefillKernel):
         return ctas
 
     def words(self, size):
-        """Words of the counters."""
         return PREPARED + size.chunk_slots if self.overlapped else Int32(1)
 
     @cute.kernel

@@ -89,7 +89,6 @@ def load_norm(args, coord, chunks_before, condition):
 
 
 def is_last(args, work):
-    """Whether a work tile ends its sequence."""
     return work.segment == args.size.segments - 1
 
 

@@ -187,7 +187,6 @@ def segment_of(args, work):
 
 
 def segment_state_at(args, work):
-    """Address of a segment's initial state in the workspace."""
     return args.ptr.segment_states + segment_of(args, work) * STATE_BYTES
 
 

@@ -165,7 +165,6 @@ def state_at(args, coord, segment):
 
 
 def thread_offset(coord):
-    """Of the thread's rows in a matrix."""
     return coord.v_row * (D * 4) + coord.channel * 4
 
 

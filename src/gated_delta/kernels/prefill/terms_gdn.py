@@ -122,7 +122,6 @@ class GdnTerms:
         return words[:K_BLOCKS], words[K_BLOCKS:]
 
     def token(self, coord, i):
-        """The lane's token row + 8 i of the chunk."""
         return coord.subchunk * SUBCHUNK + coord.row + 8 * i
 
     def store_norm(self, args, coord, i, is_k, vectors):
@@ -447,7 +446,6 @@ def decay_branch_free(coord, kk, kq, columns, before, last, b):
 
 
 def choose(condition, yes, no):
-    """One of two lists of numbers."""
     if isinstance(condition, bool):
         return yes if condition else no
     return [type(a)(select_(condition, a, b)) for a, b in zip(yes, no, strict=True)]

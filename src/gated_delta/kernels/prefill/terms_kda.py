@@ -89,7 +89,6 @@ class KdaTerms:
         return self.smem.size
 
     def addresses(self, coord):
-        """Of the head's terms."""
         return terms.HeadAddresses(
             *(coord.shared + region for region in (self.gates, self.tinv, self.aqk))
         )
@@ -99,9 +98,7 @@ class KdaTerms:
         beta, parameters = self.inputs.load(args, coord)
         inverse_norms, squares = self.norms(coord)
         beta = self.inputs.activated(args, coord, beta)
-        self.store_norms(args, coord, inverse_norms, squares, beta)
-        if cutlass.const_expr(self.raw):
-            inverse_norms = self.store_inverse_norms(args, coord, inverse_norms)
+        inverse_norms = self.store_norms(args, coord, inverse_norms, squares, beta)
         diagonal = new_blocks()
         if self.has_tokens(coord):
             for k_block in cutlass.range(K_BLOCKS, unroll=1):
@@ -189,7 +186,10 @@ class KdaTerms:
         return shuffle_sync(parts[0] + parts[1], offset=coord.row * 4 + coord.row // 2)
 
     def store_norms(self, args, coord, inverse_norms, squares, beta):
-        """beta |k|**2 and beta |k| to shared memory, |q| and |k| to the workspace."""
+        """beta |k|**2 and beta |k| to shared memory, |q| and |k| to the workspace.
+
+        For scan_raw their inverses too. Returns these; q's, and Aqk with them, times Q_SCALE.
+        """
         scales, is_first = self.scales_at(args, coord), coord.quad_lane == 0
         q_scale = args.scale * Float32(1 / layout.Q_SCALE) if self.raw else args.scale
         for i in range(2):
@@ -203,24 +203,17 @@ class KdaTerms:
             at = coord.shared + self.gates + token * 4
             ptx.store_shared_f32(at + inverse.GATE_BETA_K2 * 4, beta_k * k_norm)
             ptx.store_shared_f32(at + inverse.GATE_BETA_K * 4, beta_k)
-            ptx.store_words(
-                scales + layout.KDA_SCALE_S_K + token * 4, [k_norm.bitcast(Uint32)], is_first
-            )
-            ptx.store_words(
-                scales + (layout.KDA_SCALE_O + token * 4), [q_norm.bitcast(Uint32)], is_first
-            )
+            for first, x in ((layout.KDA_SCALE_S_K, k_norm), (layout.KDA_SCALE_O, q_norm)):
+                ptx.store_words(scales + (first + token * 4), [x.bitcast(Uint32)], is_first)
             if self.bound is not None:
                 self.bound.store_k_norm(coord, token, k_norm)
-
-    def store_inverse_norms(self, args, coord, inverse_norms):
-        """For scan_raw, to the workspace; q's, and Aqk with them, times Q_SCALE."""
-        scales = self.scales_at(args, coord)
+        if not self.raw:
+            return inverse_norms
         scaled = [[q * Float32(layout.Q_SCALE), k] for q, k in inverse_norms]
         for i, pair in enumerate(scaled):
             token = coord.subchunk * SUBCHUNK + coord.row + 8 * i
             for first, x in zip((layout.RAW_SCALE_Q, layout.RAW_SCALE_K), pair, strict=True):
-                at = scales + (first + token * 4)
-                ptx.store_words(at, [x.bitcast(Uint32)], coord.quad_lane == 0)
+                ptx.store_words(scales + (first + token * 4), [x.bitcast(Uint32)], is_first)
         return scaled
 
     # ---------------------------------------------------------------------------- log decays

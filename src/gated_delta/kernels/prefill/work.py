@@ -83,7 +83,6 @@ class TileScheduler:
 
     @cute.jit
     def next_number(self, args, cta, i):
-        """The number of the CTA's i-th work tile, i > 0."""
         number = cta + i * args.size.sms
         if args.ptr.counters != 0:
             number = args.size.sms + ptx.atomic_increment(layout.counter_at(args, CTA_QUEUE))
