@@ -30,7 +30,7 @@ from .arguments import CHUNK, SCALE_BYTES, TILE_BYTES
 from .inverse import GATE_BETA_K, GATE_BETA_K2, GATE_BYTES, GATE_CUMSUM
 from .kernel import PrefillKernel
 from .layout import Q_SCALE, SQUARE, D
-from .mainloop_fp16 import BOX_BYTES, VALUES, MainloopFp16, Regions, store_zeros
+from .mainloop_fp16 import BOX_BYTES, VALUES, MainloopFp16, Regions, zero_outputs
 from .terms_gdn import NORM_K, NORM_Q
 from .work import TileScheduler, active_tokens
 
@@ -197,7 +197,7 @@ class PrefillFused(PrefillKernel):
             left, iteration, token = left - CHUNK, iteration + 1, token + CHUNK
             hopper.fence_async_proxy()
             self.tokens.producer_arrive(shared_at, stage)
-        store_zeros(args, work, thread)
+        zero_outputs(args, work, thread)
 
     def start_qk(self, args, work, shared, stage, token):
         """Start the TMA copies of a chunk's raw k and q to an empty stage."""

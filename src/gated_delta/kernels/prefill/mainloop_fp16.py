@@ -19,7 +19,7 @@ from ..device import hopper, ptx
 from ..device.args import offset
 from . import layout, state
 from .arguments import CHUNK, SCALE_BYTES
-from .work import Work, active_tokens
+from .work import Work, active_tokens, store_zeros
 
 ROWS = state.WARPGROUP_ROWS
 GROUPS = 2
@@ -303,20 +303,8 @@ class MainloopFp16:
             ptx.store_words(o_at + offset(16 * i, args.stride.o_t), words, pipe.left - row > 16 * i)
 
 
-# -------------------------------------------------------------------------------- producers
-
-
-@cute.jit
-def store_zeros(args, work, thread):
-    """A producer warpgroup: zero o of an inactive sequence, and its rows past the last sequence."""
-    stride, size = args.stride, args.size
-    row, vector = thread // 16, thread % 16
-    o_at = args.ptr.o + offset(work.hv, stride.o_h) + vector * 16
+def zero_outputs(args, work, thread):
+    """A producer warpgroup: work.store_zeros."""
+    o_at = args.ptr.o + offset(work.hv, args.stride.o_h) + thread % 16 * 16
     o_at += layout.token_offset(args, "o", work.sequence, Int32(0))
-    begin, end = work.sequence.tokens, work.sequence.tokens
-    if work.state_index < 0:
-        begin = Int32(0)
-    if (work.sequence.n == size.N - 1) & (size.cu_seqlens_kind != 0):
-        end = size.total - work.sequence.start
-    for token in cutlass.range(begin + row, end, 8, unroll=1):
-        ptx.store_words(o_at + offset(token, stride.o_t), [Uint32(0)] * 4, Int32(1))
+    store_zeros(args, work, o_at, thread // 16, 8)

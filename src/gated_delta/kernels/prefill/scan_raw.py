@@ -28,7 +28,7 @@ from .arguments import CHUNK, RAW_SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES
 from .inputs_kda import KdaGate, add_scaled
 from .kernel import PrefillKernel
 from .layout import LOG2_E, MIN_LOG_DECAY, RAW_STAGE_BYTES, SQUARE, SUBCHUNK, D
-from .mainloop_fp16 import BOX_BYTES, VALUES, MainloopFp16, Regions, store_zeros
+from .mainloop_fp16 import BOX_BYTES, VALUES, MainloopFp16, Regions, zero_outputs
 from .work import TileScheduler, active_tokens
 
 # Registers of a thread that decays, and of one that multiplies. ptxas serialises the wgmmas of some
@@ -200,7 +200,7 @@ class PrefillScanRaw(PrefillKernel):
                 self.wait_until_empty(shared_at, before + c + 1)
                 self.terms.producer_arrive(shared_at, self.terms.stage_of(before + c))
         if group == WarpRole.DECAY1:
-            store_zeros(args, work, thread)
+            zero_outputs(args, work, thread)
 
     def wait_until_empty(self, shared, iteration):
         """Wait until the MMA warpgroups have released a chunk's stage of tokens."""

@@ -7,7 +7,6 @@ warps bring through registers to zero rows past the last token. Outputs leave by
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32
-from cutlass.cutlass_dsl import select_
 
 from ..device import hopper, levels, ptx
 from ..device.args import offset
@@ -17,6 +16,7 @@ from .arguments import CHUNK, SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES
 from .layout import SUBCHUNK, TILE
 from .stages import LOAD_THREADS, square_bytes
 from .state import WARPGROUP_ROWS, packed_absmax
+from .work import store_zeros
 
 PARTS = {
     "all": (("k", "q", "k_restored"), ("tinv", "aqk"), ("scales",)),
@@ -181,7 +181,7 @@ class TileCopies:
     @cute.jit
     def store(self, args, coord):
         """Store warps: outputs to o; zeros to rows of inactive sequences and past the last one."""
-        stride, size, work = args.stride, args.size, coord.work
+        stride, work = args.stride, coord.work
         row, vector, step = self.copy_slice(coord.thread, self.stages.stores)
         o_at = args.ptr.o + offset(work.hv, stride.o_h)
         o_at += offset(work.tile, self.stages.rows * 2) + vector * 16
@@ -206,13 +206,7 @@ class TileCopies:
                     ptx.store_words(o_at + offset(token, stride.o_t), words[i], stored)
             self.stages.stored.consumer_release(coord.shared, stage)
         if work.segment == 0:
-            begin = Int32(select_(work.state_index < 0, 0, work.sequence.tokens))
-            end = work.sequence.tokens
-            if (work.sequence.n == size.N - 1) & (size.cu_seqlens_kind != 0):
-                end = size.total - work.sequence.start
-            zeros = [Uint32(0)] * 4
-            for token in cutlass.range(begin + row, end, step, unroll=1):
-                ptx.store_words(o_at + offset(token, stride.o_t), zeros, Int32(1))
+            store_zeros(args, work, o_at, row, step)
 
 
 def has_values(coord, token):

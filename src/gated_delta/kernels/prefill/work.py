@@ -49,6 +49,21 @@ def active_tokens(work):
     return Int32(select_(work.state_index >= 0, work.sequence.tokens, 0))
 
 
+@cute.jit
+def store_zeros(args, work, o_at, row, step):
+    """Zero o of an inactive sequence, and rows past the last sequence.
+
+    o_at: a thread's 16 bytes of the sequence's first token. row, step: its tokens.
+    """
+    begin, end = work.sequence.tokens, work.sequence.tokens
+    if work.state_index < 0:
+        begin = Int32(0)
+    if (work.sequence.n == args.size.N - 1) & (args.size.cu_seqlens_kind != 0):
+        end = args.size.total - work.sequence.start
+    for token in cutlass.range(begin + row, end, step, unroll=1):
+        ptx.store_words(o_at + offset(token, args.stride.o_t), [Uint32(0)] * 4, Int32(1))
+
+
 class TileScheduler:
     """Thread 0 publishes the CTA's work tiles in shared memory, one ahead, from a queue in memory.
 
