@@ -101,7 +101,6 @@ class Ring(NamedTuple):
     consumers: int | None
 
     def init(self, shared):
-        """One thread, in front of the CTA's first barrier."""
         for stage in range(self.stages):
             cute.arch.mbarrier_init(self.full_barrier(shared, stage), self.producers)
             if self.empty is not None:
@@ -211,9 +210,14 @@ class TokenPipeline(NamedTuple):
         return NumberedChunkState(chunk, stage, (state.number + 1) & 3, left)
 
 
-def fence_mbarrier_init():
-    if levels.current().bulk_copies:
-        cute.arch.mbarrier_init_fence()
+@cute.jit
+def init_rings(rings, shared, thread):
+    """Thread 0 initialises the mbarriers; a barrier follows."""
+    if thread == 0:
+        for ring in rings:
+            ring.init(shared)
+        if cutlass.const_expr(levels.current().bulk_copies):
+            cute.arch.mbarrier_init_fence()
 
 
 def fence_async_proxy():

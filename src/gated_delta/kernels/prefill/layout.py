@@ -83,10 +83,7 @@ def init_shared(rings, squares, count, thread, threads):
     Returns the base address. Only wgmma reads what is above the diagonal.
     """
     shared = hopper.shared_base()
-    if thread == 0:
-        for ring in rings:
-            ring.init(shared)
-        hopper.fence_mbarrier_init()
+    hopper.init_rings(rings, shared, thread)
     if cutlass.const_expr(levels.current().wgmma):
         clear_squares(shared + squares, count, thread, threads)
     return shared

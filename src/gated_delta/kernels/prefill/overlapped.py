@@ -30,7 +30,7 @@ from .layout import D
 from .mainloop_fp32 import MainloopFp32
 from .segments import scan_coord
 from .stages import LOAD_THREADS, SplitStages
-from .terms import NO_ITEM, Worker
+from .terms import NO_ITEM, PersistentWorker
 from .terms_gdn import GdnTerms
 from .terms_kda import KdaTerms
 from .tiles import TileCopies
@@ -74,7 +74,7 @@ class WarpRole(enum.IntEnum):
 
 
 @dataclass(frozen=True)
-class QueueWorker(Worker):
+class QueueWorker(PersistentWorker):
     """A warpgroup that prepares items from the queue. words_at: address of its words."""
 
     channel: bool
@@ -89,13 +89,6 @@ class QueueWorker(Worker):
 
     def store(self, word, x):
         ptx.store_shared(self.words_at + word, Uint32(x))
-
-    @cute.jit
-    def inputs_loaded(self, coord):
-        """The last item's stores have long arrived by now: the wait takes no time."""
-        if coord.thread == 0:
-            cute.arch.cp_async_bulk_wait_group(0, read=False)
-        self.sync()
 
     @cute.jit
     def chunk_begun(self, args, coord, spare):
@@ -192,10 +185,7 @@ class PrefillOverlapped(PrefillKernel):
     def kernel(self, args: NamedTuple):
         thread, size = cute.arch.thread_idx()[0], args.size
         shared = hopper.shared_base()
-        if thread == 0:
-            for ring in self.stages.rings:
-                ring.init(shared)
-            hopper.fence_mbarrier_init()
+        hopper.init_rings(self.stages.rings, shared, thread)
         hopper.wait_for_previous_kernel()
         cta = warp_uniform(self.take_role(args, shared, thread))
         group = warp_uniform(thread // WARPGROUP)

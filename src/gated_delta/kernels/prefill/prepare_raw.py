@@ -23,7 +23,7 @@ from .arguments import CHUNK, CTA_QUEUE
 from .inputs_kda import RawInputs
 from .kernel import PrefillKernel
 from .layout import D
-from .terms import NO_ITEM, Worker
+from .terms import NO_ITEM, PersistentWorker
 from .terms_kda import KdaTerms
 
 GROUPS = 3
@@ -55,7 +55,7 @@ NEXT_CHUNK_BYTES = 32
 
 
 @dataclass(frozen=True)
-class RawWorker(Worker):
+class RawWorker(PersistentWorker):
     """A persistent warpgroup: the Worker of terms.py that loads its next chunk ahead.
 
     next_chunk: offset of a NextChunk in the warpgroup's shared memory. group: its number.
@@ -67,13 +67,6 @@ class RawWorker(Worker):
 
     def sync(self):
         NamedBarrier.PREPARE.sync(WARPGROUP, self.group)
-
-    @cute.jit
-    def inputs_loaded(self, coord):
-        # The last chunk's stores have long arrived: the wait takes no time.
-        if coord.thread == 0:
-            cute.arch.cp_async_bulk_wait_group(0, read=False)
-        self.sync()
 
     @cute.jit
     def chunk_begun(self, args, coord, spare):
@@ -229,9 +222,7 @@ class PrefillPrepareRaw(PrefillKernel):
         size = args.size
         group, lane, in_group = thread // WARPGROUP, thread % WARP, thread % WARPGROUP
         inputs, shared = self.terms.inputs, hopper.shared_base() + group * self.group_shared
-        if in_group == 0:
-            self.terms.inputs.ring.init(shared)
-            hopper.fence_mbarrier_init()
+        hopper.init_rings((inputs.ring,), shared, in_group)
         hopper.wait_for_previous_kernel()
         clears = (cta == 0) & (thread == 0) & (size.scanning == 0)
         ptx.store_words(layout.counter_at(args, CTA_QUEUE), [Uint32(0)], clears)

@@ -60,9 +60,7 @@ class PrefillStatePassing(PrefillKernel):
         head = Int64(cta // self.ctas_per_head)
         v_row = cta % self.ctas_per_head * V_ROWS + split * THREAD_ROWS
         coord = Coord(head, v_row, shared, thread, thread % D, split)
-        if thread == 0:
-            self.ring.init(shared)
-            hopper.fence_mbarrier_init()
+        hopper.init_rings((self.ring,), shared, thread)
         hopper.wait_for_previous_kernel()
         if self.load_flags(args, coord):
             self.pass_states(args, coord)

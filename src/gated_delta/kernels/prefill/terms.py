@@ -50,6 +50,18 @@ class Worker:
         """KDA: Tinv was computed during the loads; a `sync` follows."""
 
 
+@dataclass(frozen=True)
+class PersistentWorker(Worker):
+    """A warpgroup that prepares one chunk after another."""
+
+    @cute.jit
+    def inputs_loaded(self, coord):
+        # The last chunk's stores have long arrived: the wait takes no time.
+        if coord.thread == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=False)
+        self.sync()
+
+
 class HeadAddresses(NamedTuple):
     """A value head's terms in shared memory."""
 
