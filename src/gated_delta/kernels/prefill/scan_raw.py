@@ -269,9 +269,6 @@ class PrefillScanRaw(PrefillKernel):
         log = self.gate.log2_decay(g, parameters, biases[c])
         return ptx.fmax_nan(log, Float32(MIN_LOG_DECAY * LOG2_E))
 
-    def unit(self, gate):
-        return gate[0][1] if self.gate.gate == "lower_bound" else Float32(1)
-
     def load_totals(self, scales, lane, subchunk):
         """Log decays from the chunk's start to the sub-chunk's, from there to the chunk's end."""
         before, rest = [Float32(0)] * 4, [Float32(0)] * 4
@@ -285,7 +282,9 @@ class PrefillScanRaw(PrefillKernel):
 
     def decay_pair(self, addresses, norms, totals, cumsum, gate):
         """Two tokens; all their words are loaded before any are stored."""
-        regions, unit = (self.q, self.k, self.k_restored), self.unit(gate)
+        regions, unit = (self.q, self.k, self.k_restored), Float32(1)
+        if self.gate.gate == "lower_bound":
+            unit = gate[0][1]
         dtypes = BFloat16, BFloat16, self.gate.g_dtype
         raw = [
             [ptx.pack(ptx.load_shared_f32x2(at + region), Float32) for region in regions]

@@ -14,7 +14,7 @@ from ..device.hopper import WARP
 from . import layout
 from .arguments import CHUNK, SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES
 from .layout import SUBCHUNK, TILE
-from .stages import LOAD_THREADS, square_bytes
+from .stages import LOAD_THREADS, SplitStages, square_bytes
 from .state import WARPGROUP_ROWS, packed_absmax
 from .work import store_zeros
 
@@ -36,6 +36,7 @@ class TileCopies:
     def __init__(self, stages, dtype, v_tiles, prefetch, windows=False, overlapped=False):
         self.stages, self.channel = stages, stages.channel
         self.dtype, self.v_tiles = dtype, v_tiles
+        self.split = isinstance(stages, SplitStages)
         self.prefetch, self.windows, self.overlapped = prefetch, windows, overlapped
         # Values pass through registers, a chunk ahead; with two MMA warpgroups load warps have none
         # to spare, and values come by cp.async.
@@ -112,7 +113,7 @@ class TileCopies:
     @cute.jit
     def start_tiles(self, args, coord, c, stage):
         """All of a chunk's tiles, or the early part."""
-        if cutlass.const_expr(hasattr(self.stages, "late")):
+        if cutlass.const_expr(self.split):
             stage, phase = self.stages.ring.locate(c - coord.first_chunk)
             self.start_part("early", args, coord, c, stage, phase, True)
         else:
@@ -120,7 +121,7 @@ class TileCopies:
 
     def finish_tiles(self, args, coord, c):
         """The late part, if there are two."""
-        if hasattr(self.stages, "late"):
+        if self.split:
             stage, phase = self.stages.late.locate(c - coord.first_chunk)
             self.start_part("late", args, coord, c, stage, phase, True)
 

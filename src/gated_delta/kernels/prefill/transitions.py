@@ -127,7 +127,15 @@ class PrefillTransitions(PrefillKernel):
         right, frag = products.right_operands(coord), products.make_fragments()
         self.load_state(args, coord, frag.state)
         state_scale = self.mainloop.run(frag, right, args, coord, Int32(0))
-        self.store_state(args, coord, frag.state, state_scale)
+        # M or B among the transitions; B as the next segment's initial state where it is that.
+        work = coord.work
+        transition = args.ptr.segment_transitions + segment_of(args, work) * (2 * STATE_BYTES)
+        transition += Int64(select_(self.is_m(work), Int64(STATE_BYTES), Int64(0)))
+        next_state = segment_state_at(args, work) + STATE_BYTES
+        start_known = (work.segment == 0) | has_window(coord)
+        at = Int64(select_(start_known, next_state, transition))
+        rows, unscale = state_coord(coord.v_row, coord.thread), inverse_power_of_2(state_scale)
+        store_rows(at, Float32, D, rows, True, frag.state, unscale)
 
     @cute.jit
     def load_state(self, args, coord, state):
@@ -141,18 +149,6 @@ class PrefillTransitions(PrefillKernel):
                 for i in cutlass.range_constexpr(4):
                     on_diagonal = rows.row + i // 2 * 8 == rows.column + 8 * j + i % 2
                     state[4 * j + i] = ptx.select(on_diagonal, diagonal, Float32(0))
-
-    @cute.jit
-    def store_state(self, args, coord, state, state_scale):
-        """M or B among the transitions; B as the next segment's initial state where it is that."""
-        work = coord.work
-        transition = args.ptr.segment_transitions + segment_of(args, work) * (2 * STATE_BYTES)
-        transition += Int64(select_(self.is_m(work), Int64(STATE_BYTES), Int64(0)))
-        next_state = segment_state_at(args, work) + STATE_BYTES
-        start_known = (work.segment == 0) | has_window(coord)
-        at = Int64(select_(start_known, next_state, transition))
-        rows = state_coord(coord.v_row, coord.thread)
-        store_rows(at, Float32, D, rows, True, state, inverse_power_of_2(state_scale))
 
     def is_b(self, work):
         return work.tile < self.b_tiles
