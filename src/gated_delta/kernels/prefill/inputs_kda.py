@@ -140,7 +140,7 @@ class TileInputs:
         self.gate, self.K, self.regions = gate, K, regions
 
     def load(self, args, coord):
-        """The warp's tokens and biases to shared memory. Returns the lane's beta and parameters."""
+        """The warp's tokens and biases to shared memory. Returns beta's bits and the parameters."""
         self.start_load_tokens(args, coord)
         bits = load_beta_bits(args, coord)
         parameters = self.gate.load_parameters(args, coord.hv)
@@ -149,10 +149,6 @@ class TileInputs:
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_warp()
         return bits, parameters
-
-    def activated(self, args, coord, bits):
-        """Beta, from the first result of `load`: later, to hide the load's latency."""
-        return activate_beta_bits(args, coord, bits)
 
     def operands_at(self, coord, region, k_block):
         """Address of a pair of K blocks of the sub-chunk's tokens."""
@@ -173,7 +169,12 @@ class TileInputs:
         stride, regions = args.stride, self.regions
         k_block, second = coord.lane // 4 % 4, coord.lane // 16
         token = coord.subchunk * SUBCHUNK + second
-        q_at, k_at, g_at = self.token_addresses(args, coord, token)
+        # Of the lane's 16 bytes; 16 lanes have a token.
+        h = qk_head(coord.hv, args.size.qk_head_factor)
+        q_at, k_at, g_at = (
+            terms.chunk_token_at(args, name, coord, token, head) + coord.lane % 16 * 16
+            for name, head in (("q", h), ("k", h), ("g", coord.hv))
+        )
         at = self.lane_operand_at(coord, 0, 0, k_block, second)
         # Two tokens' q, k and g in turn: eight copies of one tensor after another are 6% slower.
         for t in cutlass.range(0, SUBCHUNK, 2, unroll=1):
@@ -191,14 +192,6 @@ class TileInputs:
         if cutlass.const_expr(self.regions.g_fp32 is not None):
             self.start_load_g_fp32(args, coord)
         cute.arch.cp_async_commit_group()
-
-    def token_addresses(self, args, coord, token):
-        """Of the lane's 16 bytes of q, k and g in memory; 16 lanes have a token."""
-        h = qk_head(coord.hv, args.size.qk_head_factor)
-        return [
-            terms.chunk_token_at(args, name, coord, token, head) + coord.lane % 16 * 16
-            for name, head in (("q", h), ("k", h), ("g", coord.hv))
-        ]
 
     def start_load_g_fp32(self, args, coord):
         """A row per token."""
@@ -308,10 +301,6 @@ class RawInputs:
             self.clear_tokens(coord)
         cute.arch.sync_warp()
         return beta, parameters
-
-    def activated(self, args, coord, beta):
-        """`store_ahead` has activated it."""
-        return beta
 
     @cute.jit
     def clear_tokens(self, coord):

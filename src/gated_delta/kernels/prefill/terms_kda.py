@@ -97,7 +97,8 @@ class KdaTerms:
     def prepare(self, args, coord, worker):
         beta, parameters = self.inputs.load(args, coord)
         inverse_norms, squares = self.norms(coord)
-        beta = self.inputs.activated(args, coord, beta)
+        if cutlass.const_expr(not self.raw):  # now: during the norms its load arrives
+            beta = inputs_kda.activate_beta_bits(args, coord, beta)
         inverse_norms = self.store_norms(args, coord, inverse_norms, squares, beta)
         diagonal = new_blocks()
         if self.has_tokens(coord):

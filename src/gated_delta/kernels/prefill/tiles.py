@@ -117,7 +117,7 @@ class TileCopies:
             stage, phase = self.stages.ring.locate(c - coord.first_chunk)
             self.start_part("early", args, coord, c, stage, phase, True)
         else:
-            self.start_copies("all", self.stages.ring, args, coord, c, stage)
+            self.start_copies("all", args, coord, c, stage)
 
     def finish_tiles(self, args, coord, c):
         """The late part, if there are two."""
@@ -131,16 +131,13 @@ class TileCopies:
         ring = self.stages.late if part == "late" else self.stages.ring
         ring.producer_acquire(coord.shared, stage, phase)
         if copies:
-            self.start_copies(part, ring, args, coord, c, stage)
+            self.start_copies(part, args, coord, c, stage)
 
-    def start_copies(self, part, ring, args, coord, c, stage):
+    def start_copies(self, part, args, coord, c, stage):
         """A part of a chunk, by hopper.copiers."""
-        stages, shared, ptr, full = (
-            self.stages,
-            coord.shared,
-            args.ptr,
-            ring.full_at(coord.shared, stage),
-        )
+        stages, shared, ptr = self.stages, coord.shared, args.ptr
+        ring = stages.late if part == "late" else stages.ring
+        full = ring.full_at(shared, stage)
         tiles, squares, scales = PARTS[part]
         tiles = [name for name in tiles if self.channel or name != "k_restored"]
         slot, left = coord.work.sequence.first_slot + c, coord.work.sequence.tokens - c * CHUNK
