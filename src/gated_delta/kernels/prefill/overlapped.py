@@ -246,11 +246,6 @@ class PrefillOverlapped(PrefillKernel):
         missing = 2 * size.chunk_slots * self.missing_a_chunk(size) // 64
         return cutlass.min((self.items(size) if self.channel else missing) // (groups + 1), 1) - 1
 
-    def end_item(self, size, group):
-        """A warpgroup of a scanning CTA takes further items while its last one is below."""
-        prepares_on = (group >= self.scanning) & (self.missing_a_chunk(size) > 0)
-        return Int32(select_(prepares_on, self.items(size), self.before_scan(size)))
-
     @cute.jit
     def prepare_items(self, args, shared, thread, group, cta, scans):
         """A warpgroup's items. One is counted when the next one's inputs have come."""
@@ -261,7 +256,9 @@ class PrefillOverlapped(PrefillKernel):
         worker = QueueWorker(self.channel, shared + self.words + group * WORDS_BYTES)
         first_queued = self.preparing_ctas(size) * PREPARING
         if thread == 0:
-            end = select_(scans, self.end_item(size, group), self.items(size))
+            prepares_on = (group >= self.scanning) & (self.missing_a_chunk(size) > 0)
+            end = Int32(select_(prepares_on, self.items(size), self.before_scan(size)))
+            end = select_(scans, end, self.items(size))
             worker.store(END_ITEM, end)
             worker.store(QUEUED_FROM, first_queued)
             first = cta * PREPARING + group

@@ -207,7 +207,7 @@ class KdaTerms:
             for first, x in ((layout.KDA_SCALE_S_K, k_norm), (layout.KDA_SCALE_O, q_norm)):
                 ptx.store_words(scales + (first + token * 4), [x.bitcast(Uint32)], is_first)
             if self.bound is not None:
-                self.bound.store_k_norm(coord, token, k_norm)
+                ptx.store_shared_f32(coord.shared + self.bound.k_decayed + token * 4, k_norm)
         if not self.raw:
             return inverse_norms
         scaled = [[q * Float32(layout.Q_SCALE), k] for q, k in inverse_norms]
