@@ -8,8 +8,9 @@ the base address of the CTA's shared memory as a value: some callers hide it fro
 import enum
 from typing import NamedTuple
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Int32, Int64, Uint32
+from cutlass import BFloat16, Boolean, Float16, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cutlass_dsl import select_
 
@@ -24,17 +25,6 @@ def wait_for_previous_kernel():
     """PDL: wait until the previous kernel's writes are visible; the next kernel may start."""
     ptx.wait_for_previous_kernel()
     ptx.launch_next_kernel()
-
-
-def launch(kernel, ctas, threads, shared, stream):
-    """kernel: with its arguments. shared: bytes of dynamic shared memory."""
-    kernel.launch(
-        grid=(ctas, 1, 1),
-        block=(threads, 1, 1),
-        smem=shared,
-        stream=stream,
-        use_pdl=levels.current().pdl,
-    )
 
 
 def warp_uniform(x):
@@ -111,7 +101,6 @@ class Ring(NamedTuple):
     consumers: int | None
 
     def init(self, shared):
-        """One thread, in front of the CTA's first barrier."""
         for stage in range(self.stages):
             cute.arch.mbarrier_init(self.full_barrier(shared, stage), self.producers)
             if self.empty is not None:
@@ -221,15 +210,54 @@ class TokenPipeline(NamedTuple):
         return NumberedChunkState(chunk, stage, (state.number + 1) & 3, left)
 
 
-def fence_mbarrier_init():
-    if levels.current().bulk_copies:
-        cute.arch.mbarrier_init_fence()
+@cute.jit
+def init_rings(rings, shared, thread):
+    """Thread 0 initialises the mbarriers; a barrier follows."""
+    if thread == 0:
+        for ring in rings:
+            ring.init(shared)
+        if cutlass.const_expr(levels.current().bulk_copies):
+            cute.arch.mbarrier_init_fence()
 
 
 def fence_async_proxy():
     """Order ordinary writes to shared memory before asynchronous copies and wgmma that follow."""
     if levels.current().bulk_copies:
         cute.arch.fence_proxy("async.shared", space="cta")
+
+
+# -------------------------------------------------------------------------------- bulk copies
+# One thread starts a bulk copy; without them all `threads` copy 16 bytes at a time.
+
+
+def copiers(threads):
+    """Threads that take part in a copy, and arrive for it."""
+    return 1 if levels.current().bulk_copies else threads
+
+
+def copies(thread):
+    """Whether a thread takes part."""
+    return thread == 0 if levels.current().bulk_copies else Boolean(True)
+
+
+@cute.jit
+def load_region(target, source, size, full, thread, threads, exists=lambda at: Boolean(True)):
+    """Copy to shared memory. full: the mbarrier's address. exists: else cp.async brings zeros."""
+    if cutlass.const_expr(levels.current().bulk_copies):
+        ptx.bulk_load(target, source, size, full)
+    else:
+        for at in cutlass.range(thread * 16, size, threads * 16, unroll=4):
+            ptx.cp_async_or_zero(target + at, source + at, exists(at))
+
+
+@cute.jit
+def store_region(target, source, size, thread, threads):
+    """Copy shared memory to `target`."""
+    if cutlass.const_expr(levels.current().bulk_copies):
+        ptx.bulk_store(target, source, size)
+    else:
+        for at in cutlass.range(thread * 16, size, threads * 16, unroll=1):
+            ptx.store_words(target + at, ptx.load_shared_x4(source + at), Boolean(True))
 
 
 # -------------------------------------------------------------------------------- swizzled tiles
@@ -384,8 +412,10 @@ def make_mma(columns, accumulator, right_major=MAJOR.K, left=warpgroup.OperandSo
     return cute.make_tiled_mma(cute.make_mma_atom(op), cute.make_layout((1, 1, 1)))
 
 
-def start_mma(mma, accumulator, left, right, stage, accumulate):
+def start_mma(accumulator, left, right, stage, accumulate=False, right_major=MAJOR.K):
     """Start accumulator (+)= left right[stage] as a wgmma group of its own."""
+    columns = cute.size(accumulator) * WARPGROUP // 64
+    mma = make_mma(columns, accumulator.element_type, right_major)
     warpgroup.fence()
     for k_block in range(cute.size(left, mode=[2])):
         mma.set(warpgroup.Field.ACCUMULATE, accumulate or k_block > 0)

@@ -43,9 +43,6 @@ class KdaTransitionBound:
         self.k_decayed, self.k_restored = smem.add(CHUNK * 4), smem.add(CHUNK * 4)
         self.sums, self.decay = smem.add(16), smem.add(16)
 
-    def store_k_norm(self, coord, token, k_norm):
-        ptx.store_shared_f32(coord.shared + self.k_decayed + token * 4, k_norm)
-
     def store_decay(self, coord, decays):
         """The largest of the chunk's decays, from the warp of the last sub-chunk."""
         largest = ptx.fmax(ptx.fmax(decays[0], decays[1]), ptx.fmax(decays[2], decays[3]))

@@ -9,8 +9,7 @@ Warpgroups, with registers of a thread:
     MMA0, MMA1 168   64 V rows of the state each: mainloop_fp16.py
 
 Shared memory: four stages of tokens (k and q, scales, norms) and two of terms (Tinv, Aqk, v, later
-o): a chunk's stage of terms is its tokens' modulo 2. TMA fills a stage of tokens that the MMA
-warpgroups have released, CONVERT and then PREPARE follow chunk by chunk.
+o): a chunk's stage of terms is its tokens' modulo 2.
 """
 
 import enum
@@ -18,21 +17,21 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float16, Float32, Int32, Uint32
+from cutlass import Float16, Float32, Int32, Int64, Uint32
 from cutlass.cute.arch import shuffle_sync, shuffle_sync_bfly
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import select_
 
 from ..arguments import ABSENT
-from ..device import arithmetic, hopper, ptx
+from ..device import hopper, ptx
 from ..device.args import DTYPES, offset, qk_head
-from . import inverse, layout
+from . import inverse, layout, terms, terms_gdn
 from .arguments import CHUNK, SCALE_BYTES, TILE_BYTES
 from .inverse import GATE_BETA_K, GATE_BETA_K2, GATE_BYTES, GATE_CUMSUM
-from .layout import LOG2_E, MIN_LOG_DECAY, Q_SCALE, SQUARE, ChunkCoord, D
-from .mainloop_fp16 import BOX_BYTES, VALUES, MainloopFp16, Regions, store_zeros
-from .state import without_checkpoints
-from .terms_gdn import NORM_K, NORM_Q, FusedGdnTerms, cumulate
+from .kernel import PrefillKernel
+from .layout import Q_SCALE, SQUARE, D
+from .mainloop_fp16 import BOX_BYTES, VALUES, MainloopFp16, Regions, zero_outputs
+from .terms_gdn import NORM_K, NORM_Q
 from .work import TileScheduler, active_tokens
 
 # Registers of a thread that converts, prepares or multiplies: 65536 in all, with two MMA
@@ -64,18 +63,29 @@ class WarpRole(enum.IntEnum):
     MMA1 = 3
 
 
-class PrefillFused:
-    """Static facts of a variant; `compile.py` compiles __call__ for symbolic everything else."""
+class RawGates(NamedTuple):
+    """A head's gates for a warp of PREPARE, which loads them four chunks ahead."""
 
-    arguments = layout.ARGUMENTS
+    g_at: Int64
+    beta_at: Int64
+    parameters: tuple[Float32, Float32]
+    """A_log and dt_bias."""
+    left: Int32
+    """Tokens of the sequence."""
+    raw: cute.Tensor
+    """g of two tokens, then beta."""
 
+
+class PrefillFused(PrefillKernel):
     def __init__(
         self, g_dtype: str, gate: str, qk_l2norm: bool, state_dtype: str, checkpoints: bool
     ):
         self.checkpoints, self.threads = checkpoints, len(WarpRole) * hopper.WARPGROUP
+        self.gate, self.g_dtype, self.qk_l2norm = gate, DTYPES[g_dtype], qk_l2norm
         self.registers = REGISTERS
         if checkpoints:
             self.registers = WITH_CHECKPOINTS.get((gate, state_dtype), REGISTERS)
+        self.boxes = dict.fromkeys("qk", BOX) | dict.fromkeys("vo", VALUES)
         # Either value is right; ptxas serialises a variant's wgmmas with the other one.
         self.split = not (checkpoints and state_dtype == "fp32")
         smem = hopper.SharedMemory()
@@ -91,7 +101,7 @@ class PrefillFused:
         # PREPARE's threads, one of each MMA warpgroup for v.
         self.full = smem.add_ring(2, producers=hopper.WARPGROUP + 2)
         smem.add(0, 128)
-        self.terms = FusedGdnTerms(DTYPES[g_dtype], gate, qk_l2norm, inverse.add_regions(smem))
+        self.inverse = inverse.Inverse(inverse.add_regions(smem), SQUARE.offset)
         self.gates = smem.add(2 * GATE_CHUNKS * GATE_BYTES)
         self.scheduler = TileScheduler(smem, self.threads, D * D * DTYPES[state_dtype].width // 8)
         boxes = smem.add(BOX_BYTES, 16)
@@ -102,43 +112,19 @@ class PrefillFused:
             self.tokens,
             self.full,
             Regions(self.tinv, self.aqk, v, self.scales, boxes),
-            SCALE_BYTES,
-            layout.GDN_SCALE_S_K,
         )
         self.shared = smem.size
 
-    @cute.jit
-    def __call__(
-        self,
-        ptr: layout.Pointers,
-        scale: Float32,
-        bound: Float32,
-        stride: layout.Strides,
-        size: layout.Sizes,
-        stream,
-    ):
-        ctas = cutlass.min(size.HV * size.N, size.sms)
-        if cutlass.const_expr(not self.checkpoints):
-            ptr, stride, size = (without_checkpoints(x) for x in (ptr, stride, size))
-        boxes = dict.fromkeys("qk", BOX) | dict.fromkeys("vo", VALUES)
-        maps = hopper.make_maps(ptr, stride, size, boxes, D, self.split)
-        kernel = self.kernel(ptr, scale, bound, stride, size, maps)
-        hopper.launch(kernel, ctas, self.threads, self.shared, stream)
+    def ctas(self, args):
+        return cutlass.min(args.size.HV * args.size.N, args.size.sms)
 
     @cute.kernel
-    def kernel(
-        self,
-        ptr: NamedTuple,
-        scale: Float32,
-        bound: Float32,
-        stride: NamedTuple,
-        size: NamedTuple,
-        maps: NamedTuple,
-    ):
-        thread, _, _ = cute.arch.thread_idx()
-        cta, _, _ = cute.arch.block_idx()
-        args = hopper.TmaArgs(ptr, scale, bound, stride, size, maps)
-        shared = self.start(thread)
+    def kernel(self, args: NamedTuple):
+        thread, cta = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
+        rings = (self.raw, self.tokens, self.full, self.scheduler.ring)
+        shared = layout.init_shared(rings, self.tinv, 4, thread, self.threads)
+        hopper.wait_for_previous_kernel()
+        cute.arch.sync_threads()
         role, thread = thread // hopper.WARPGROUP, thread % hopper.WARPGROUP
         if role >= WarpRole.MMA0:
             cute.arch.setmaxregister_increase(self.registers[2])
@@ -160,15 +146,6 @@ class PrefillFused:
             self.scheduler.for_each_work(
                 lambda work: self.convert(args, work, shared, thread), args, shared, thread, cta
             )
-
-    @cute.jit
-    def start(self, thread):
-        """The CTA's shared memory: mbarriers, and squares with zeros above the diagonal."""
-        rings = (self.raw, self.tokens, self.full, self.scheduler.ring)
-        shared = layout.init_shared(rings, self.tinv, 4, thread, self.threads)
-        hopper.wait_for_previous_kernel()
-        cute.arch.sync_threads()
-        return shared
 
     # ---------------------------------------------------------------------------- MMA warpgroups
 
@@ -204,14 +181,14 @@ class PrefillFused:
             if left < CHUNK:
                 self.clear_rows(shared_at, lane_thread, stage, left)
             for is_q in cutlass.range(2, unroll=1):
-                rows = [
-                    self.load_row(shared_at, lane_thread, stage, is_q, half) for half in range(2)
-                ]
+                at = [self.row_at(shared_at, lane_thread, stage, is_q, half) for half in range(2)]
+                rows = [load_row(row_at) for row_at in at]
                 for half in cutlass.range_constexpr(2):
-                    row_at = self.row_at(shared_at, lane_thread, stage, is_q, half)
-                    self.convert_row(
-                        args, shared_at, lane_thread, stage, is_q, half, row_at, rows[half]
-                    )
+                    row = half * 32 + lane_thread // 4
+                    norm = self.convert_row(args, is_q, at[half], rows[half])
+                    norm_at = shared_at + self.norms + stage * NORMS_BYTES
+                    norm_at += (NORM_K + is_q * (NORM_Q - NORM_K) + row) * 4
+                    ptx.store_shared(norm_at, norm.bitcast(Uint32), lane_thread % 4 == 0)
                 if (warp == 0) & (not started) & (left > CHUNK):
                     next_stage, next_phase = self.tokens.locate(iteration + 1)
                     if self.tokens.producer_try_acquire(shared_at, next_stage, next_phase):
@@ -220,7 +197,7 @@ class PrefillFused:
             left, iteration, token = left - CHUNK, iteration + 1, token + CHUNK
             hopper.fence_async_proxy()
             self.tokens.producer_arrive(shared_at, stage)
-        store_zeros(args, work, thread)
+        zero_outputs(args, work, thread)
 
     def start_qk(self, args, work, shared, stage, token):
         """Start the TMA copies of a chunk's raw k and q to an empty stage."""
@@ -238,12 +215,6 @@ class PrefillFused:
         row = is_q * CHUNK + half * 32 + thread // 4
         return shared + self.kq + stage * PAIR.bytes + PAIR.offset_in_block(row, row, thread % 4)
 
-    def load_row(self, shared, thread, stage, is_q, half):
-        """The thread's words of a row of raw k or q."""
-        at = self.row_at(shared, thread, stage, is_q, half)
-        fours = [ptx.load_shared_x4(at + j * VECTOR_STEP) for j in range(D // 32)]
-        return [word for four in fours for word in four]
-
     @cute.jit
     def clear_rows(self, shared, thread, stage, left):
         """Zero the thread's rows of k and q past the sequence's last token."""
@@ -254,15 +225,15 @@ class PrefillFused:
                 for j in cutlass.range_constexpr(D // 32):
                     ptx.store_shared_x4(at + j * VECTOR_STEP, [Uint32(0)] * 4)
 
-    def convert_row(self, args, shared, thread, stage, is_q, half, at, words):
-        """The thread's raw k (q) to fp16 at `at`, and its norm to shared memory.
+    def convert_row(self, args, is_q, at, words):
+        """The thread's raw k (q) to fp16 at `at`. Returns its norm.
 
         A row is multiplied by a power of two, so it keeps all its digits: its length is in 0.5..1,
         of q a sixteenth of that. The norm makes up for it.
         """
         squares = sum_of_squares(words)
         inverse_norm = ptx.rsqrt_or_zero(squares)
-        norm = self.terms.norm(squares, inverse_norm)
+        norm = terms.norm_of(squares, inverse_norm, self.qk_l2norm)
         # The mantissa of 1 / |k| goes to the norm, the exponent to the row.
         bits = inverse_norm.bitcast(Uint32)
         norm = norm * (bits & Uint32(0x007FFFFF) | Uint32(0x3F800000)).bitcast(Float32)
@@ -272,9 +243,7 @@ class PrefillFused:
         for j in range(D // 32):
             fp16 = [ptx.scale_bf16_to_fp16(word, factor) for word in words[4 * j : 4 * j + 4]]
             ptx.store_shared_x4(at + j * VECTOR_STEP, fp16)
-        row = NORM_K + is_q * (NORM_Q - NORM_K) + (half * 32 + thread // 4)
-        norm_at = shared + self.norms + stage * NORMS_BYTES + row * 4
-        ptx.store_shared(norm_at, norm.bitcast(Uint32), thread % 4 == 0)
+        return norm
 
     # ---------------------------------------------------------------------------- PREPARE
 
@@ -282,32 +251,21 @@ class PrefillFused:
     def prepare(self, args, work, shared, thread):
         """Tinv, Aqk and scales of every chunk. Gates come four chunks at a time, a chunk a warp."""
         lane, warp = thread % 32, thread // 32
-        parameters = self.load_gate_parameters(args, work)
-        left = active_tokens(work)
-        gates_at = self.raw_gates_at(args, work, lane)
-        raw = cute.make_rmem_tensor((4,), Float32)
-        self.load_raw_gates(args, gates_at, warp, lane, left, raw)
+        gates = self.raw_gates(args, work, lane)
+        self.load_raw_gates(args, gates, warp, lane)
         hopper.NamedBarrier.PREPARE.sync(hopper.WARPGROUP)
-        self.cumulate_gates(args, shared, gates_at, warp, lane, left, parameters, raw)
+        self.cumulate_gates(args, shared, gates, warp, lane)
         hopper.NamedBarrier.PREPARE.sync(hopper.WARPGROUP)
         c, iteration = Int32(0), work.iterations_before
-        while left > c * CHUNK:
+        while gates.left > c * CHUNK:
             stage, phase = self.tokens.locate(iteration)
-            coord = chunk_coord(work, shared, thread, stage, c)
+            coord = prepare_coord(work, shared, thread, stage, c)
             self.tokens.consumer_wait(coord.shared, stage, phase)
             products = self.start_products(shared, thread, hopper.warp_uniform(stage))
             self.finish_gates(coord)
             if c & (GATE_CHUNKS - 1) == GATE_CHUNKS - 1:
-                self.cumulate_gates(
-                    args,
-                    coord.shared,
-                    gates_at,
-                    c + 1 + coord.subchunk,
-                    coord.lane,
-                    left,
-                    parameters,
-                    raw,
-                )
+                next_chunk = c + 1 + coord.subchunk
+                self.cumulate_gates(args, coord.shared, gates, next_chunk, coord.lane)
             warpgroup.wait_group(0)
             kk, kq = pack_products(*products)
             hopper.NamedBarrier.PREPARE.sync(hopper.WARPGROUP)
@@ -319,64 +277,54 @@ class PrefillFused:
             c, iteration = c + 1, iteration + 1
 
     def store_terms(self, coord, kk, kq):
-        """Tinv and Aqk of a chunk."""
         gates = self.gates_at(coord.shared, coord.chunk)
         tinv, aqk = (
             coord.shared + at + self.full.stage_of(coord.slot) * SQUARE.bytes
             for at in (self.tinv, self.aqk)
         )
-        self.terms.decay_products(coord, gates, aqk, kk, kq)
-        self.terms.inverse.invert_diagonal(coord, gates)
+        terms_gdn.decay_fused_products(self.inverse, coord, gates, aqk, kk, kq)
+        self.inverse.invert_diagonal(coord, gates)
         hopper.NamedBarrier.PREPARE.sync(hopper.WARPGROUP)
-        self.terms.inverse.invert_below_branch_free(coord, tinv)
+        self.inverse.invert_below_branch_free(coord, tinv)
 
     def gates_at(self, shared, c):
         return shared + self.gates + (c & (2 * GATE_CHUNKS - 1)) * GATE_BYTES
 
-    def load_gate_parameters(self, args, work):
-        """A_log and dt_bias."""
-        if self.terms.gate == "log":
-            return Float32(0), Float32(0)
-        bias_at = args.ptr.dt_bias + offset(work.hv, args.stride.dt_bias_h)
-        bias = ptx.load_scalar(bias_at, args.size.dt_bias_kind)
-        A_log_at = args.ptr.A_log + offset(work.hv, args.stride.A_log_h)
-        return ptx.load(Float32, A_log_at, Int32(1)), bias
-
-    def raw_gates_at(self, args, work, lane):
-        """Addresses of g and beta of the sequence's token `lane`."""
-        ptr, stride = args.ptr, args.stride
-        g_at = ptr.g + layout.token_offset(args, work.sequence, lane, stride.g_n, stride.g_t)
-        beta_at = ptr.beta + layout.token_offset(
-            args, work.sequence, lane, stride.beta_n, stride.beta_t
+    def raw_gates(self, args, work, lane):
+        """With addresses of g and beta of the sequence's token `lane`."""
+        parameters = terms_gdn.load_parameters(args, self.gate, work.hv)
+        g_at, beta_at = (
+            layout.token_at(args, name, work.sequence, lane, work.hv) for name in ("g", "beta")
         )
-        return g_at + offset(work.hv, stride.g_h), beta_at + offset(work.hv, stride.beta_h)
+        raw = cute.make_rmem_tensor((4,), Float32)
+        return RawGates(g_at, beta_at, parameters, active_tokens(work), raw)
 
-    def load_raw_gates(self, args, gates_at, c, lane, left, raw):
+    def load_raw_gates(self, args, gates, c, lane):
         """A chunk's raw gates and betas, of tokens lane and lane + 32; zeros past the last one."""
         for i in range(2):
             row = c * CHUNK + 32 * i
-            active = row + lane < left
-            g_at = gates_at[0] + offset(row, args.stride.g_t)
-            raw[i] = ptx.load(self.terms.g_dtype, g_at, active)
+            active = row + lane < gates.left
+            g_at = gates.g_at + offset(row, args.stride.g_t)
+            gates.raw[i] = ptx.load(self.g_dtype, g_at, active)
             kind = Int32(select_(active, args.size.beta_kind, Int32(ABSENT)))
-            raw[2 + i] = ptx.load_scalar(gates_at[1] + offset(row, args.stride.beta_t), kind)
+            beta_at = gates.beta_at + offset(row, args.stride.beta_t)
+            gates.raw[2 + i] = ptx.load_scalar(beta_at, kind)
 
-    def cumulate_gates(self, args, shared, gates_at, c, lane, left, parameters, raw):
+    def cumulate_gates(self, args, shared, gates, c, lane):
         """A warp's chunk: cumulative log decays and betas to shared memory.
 
         Loads the raw gates of the chunk four further on.
         """
         logs, betas = [], []
         for i in range(2):
-            active = c * CHUNK + lane + 32 * i < left
-            log = arithmetic.log_decay(self.terms.gate, raw[i], *parameters, args.bound)
-            log = ptx.fmax_nan(log, Float32(MIN_LOG_DECAY))
-            logs.append(ptx.select(active, log * Float32(LOG2_E), Float32(0)))
-            betas.append(self.terms.activate_beta(args, raw[2 + i], active))
-        self.load_raw_gates(args, gates_at, c + GATE_CHUNKS, lane, left, raw)
+            active = c * CHUNK + lane + 32 * i < gates.left
+            g, beta = gates.raw[i], gates.raw[2 + i]
+            logs.append(terms_gdn.log2_decay(args, self.gate, g, gates.parameters, active))
+            betas.append(terms.activate_beta(args, beta, active))
+        self.load_raw_gates(args, gates, c + GATE_CHUNKS, lane)
         at, before = self.gates_at(shared, c), Float32(0)
         for i, log in enumerate(logs):
-            cumsum = cumulate(log, lane)
+            cumsum = terms_gdn.cumulate(log, lane)
             ptx.store_shared_f32(at + (GATE_CUMSUM + lane + 32 * i) * 4, cumsum + before)
             ptx.store_shared_f32(at + (GATE_BETA_K + lane + 32 * i) * 4, betas[i])
             before = before + shuffle_sync(cumsum, offset=31)
@@ -429,6 +377,12 @@ class PrefillFused:
         return products
 
 
+def load_row(at):
+    """The thread's words of a row of raw k or q."""
+    fours = [ptx.load_shared_x4(at + j * VECTOR_STEP) for j in range(D // 32)]
+    return [word for four in fours for word in four]
+
+
 def sum_of_squares(words):
     """Of a row of bf16 numbers, which four lanes share."""
     sums = [Float32(0)] * 4
@@ -442,27 +396,15 @@ def sum_of_squares(words):
     return total
 
 
-def chunk_coord(work, shared, thread, stage, c):
+def prepare_coord(work, shared, thread, stage, c):
     """Of PREPARE, for one chunk: nothing that follows from it stays in registers."""
     thread, shared = ptx.opaque(thread) & (hopper.WARPGROUP - 1), ptx.opaque(shared)
-    lane = thread % 32
-    return ChunkCoord(
-        work.sequence,
-        work.hv,
-        stage,
-        c,
-        Int32(CHUNK),
-        shared,
-        thread,
-        lane,
-        thread // 32,
-        lane // 4,
-        lane % 4,
-    )
+    warp = thread // 32
+    return layout.chunk_coord(work.sequence, work.hv, stage, c, Int32(CHUNK), shared, thread, warp)
 
 
 def pack_products(kk, kq):
-    """As FusedGdnTerms takes them: words of two fp16 numbers."""
+    """Words of two fp16 numbers, by row and 8 columns."""
     kk_words, kq_words = (cute.make_rmem_tensor((2, CHUNK // 8), Uint32) for _ in range(2))
     halves = cute.recast_tensor(kq, Uint32)
     for j in range(CHUNK // 8):

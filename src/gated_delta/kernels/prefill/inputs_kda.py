@@ -45,7 +45,6 @@ class KdaGate:
         return rate, args.bound * Float32(LOG2_E)
 
     def load_biases(self, args, hv, channels):
-        """dt_bias of the channels."""
         if self.gate == "log":
             return []
         at = args.ptr.dt_bias + offset(hv, args.stride.dt_bias_h)
@@ -108,6 +107,15 @@ def activate_beta_bits(args, coord, bits):
     return terms.activate_beta(args, beta, lane_token(coord) < coord.tokens)
 
 
+def channels(coord, K):
+    """The lane's channel of each K block."""
+    return [cutlass.min(32 * k_block + coord.lane, K - 1) for k_block in range(K_BLOCKS)]
+
+
+def add_scaled(sums, xs, factor):
+    return [cute.math.fma(x, factor, y) for x, y in zip(xs, sums, strict=True)]
+
+
 def bias_at(coord, vectors, k_block):
     """Address of the bias of the lane's channel of a K block."""
     warp_at = coord.shared + vectors + coord.subchunk * VECTOR_BYTES
@@ -128,30 +136,19 @@ class TileInputs:
     Raw 16-bit g is in `k_operands`.
     """
 
-    by_tma = False
-
     def __init__(self, gate, K, regions):
         self.gate, self.K, self.regions = gate, K, regions
-        self.g_fp32 = regions.g_fp32
 
     def load(self, args, coord):
-        """The warp's tokens and biases to shared memory. Returns the lane's beta and parameters."""
+        """The warp's tokens and biases to shared memory. Returns beta's bits and the parameters."""
         self.start_load_tokens(args, coord)
         bits = load_beta_bits(args, coord)
         parameters = self.gate.load_parameters(args, coord.hv)
-        biases = self.gate.load_biases(args, coord.hv, self.channels(coord))
+        biases = self.gate.load_biases(args, coord.hv, channels(coord, self.K))
         store_biases(coord, self.regions.vectors, biases)
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_warp()
         return bits, parameters
-
-    def activated(self, args, coord, bits):
-        """Beta, from the first result of `load`: later, to hide the load's latency."""
-        return activate_beta_bits(args, coord, bits)
-
-    def channels(self, coord):
-        """The lane's channel of each K block."""
-        return [cutlass.min(32 * k_block + coord.lane, self.K - 1) for k_block in range(K_BLOCKS)]
 
     def operands_at(self, coord, region, k_block):
         """Address of a pair of K blocks of the sub-chunk's tokens."""
@@ -172,12 +169,17 @@ class TileInputs:
         stride, regions = args.stride, self.regions
         k_block, second = coord.lane // 4 % 4, coord.lane // 16
         token = coord.subchunk * SUBCHUNK + second
-        q_at, k_at, g_at = self.token_addresses(args, coord, token)
+        # Of the lane's 16 bytes; 16 lanes have a token.
+        h = qk_head(coord.hv, args.size.qk_head_factor)
+        q_at, k_at, g_at = (
+            terms.chunk_token_at(args, name, coord, token, head) + coord.lane % 16 * 16
+            for name, head in (("q", h), ("k", h), ("g", coord.hv))
+        )
         at = self.lane_operand_at(coord, 0, 0, k_block, second)
         # Two tokens' q, k and g in turn: eight copies of one tensor after another are 6% slower.
         for t in cutlass.range(0, SUBCHUNK, 2, unroll=1):
             active = (token + t < coord.tokens) & (32 * k_block < self.K)
-            if cutlass.const_expr(self.g_fp32 is None):
+            if cutlass.const_expr(self.regions.g_fp32 is None):
                 neutral_g = self.gate.neutral_g()
                 ptx.cp_async_or_fill(at + regions.k_operands, g_at, active, neutral_g)
             ptx.cp_async_or_zero(at + regions.qk_operands, q_at, active)
@@ -187,41 +189,26 @@ class TileInputs:
                 x + offset(2, step)
                 for x, step in ((q_at, stride.q_t), (k_at, stride.k_t), (g_at, stride.g_t))
             )
-        if cutlass.const_expr(self.g_fp32 is not None):
+        if cutlass.const_expr(self.regions.g_fp32 is not None):
             self.start_load_g_fp32(args, coord)
         cute.arch.cp_async_commit_group()
 
-    def token_addresses(self, args, coord, token):
-        """Of the lane's 16 bytes of q, k and g in memory; 16 lanes have a token."""
-        ptr, stride = args.ptr, args.stride
-        h = qk_head(coord.hv, args.size.qk_head_factor)
-        columns = coord.lane % 16 * 16
-        q_at = ptr.q + terms.chunk_token_offset(args, coord, token, stride.q_n, stride.q_t)
-        k_at = ptr.k + terms.chunk_token_offset(args, coord, token, stride.k_n, stride.k_t)
-        g_at = ptr.g + terms.chunk_token_offset(args, coord, token, stride.g_n, stride.g_t)
-        return (
-            q_at + offset(h, stride.q_h) + columns,
-            k_at + offset(h, stride.k_h) + columns,
-            g_at + offset(coord.hv, stride.g_h) + columns,
-        )
-
     def start_load_g_fp32(self, args, coord):
         """A row per token."""
-        stride, first = args.stride, coord.subchunk * SUBCHUNK
-        source = args.ptr.g + terms.chunk_token_offset(args, coord, first, stride.g_n, stride.g_t)
-        source = source + offset(coord.hv, stride.g_h) + coord.lane * 16
+        first = coord.subchunk * SUBCHUNK
+        source = terms.chunk_token_at(args, "g", coord, first, coord.hv) + coord.lane * 16
         for t in range(SUBCHUNK):
             active = (first + t < coord.tokens) & (4 * coord.lane < self.K)
             target = self.g_fp32_row(coord, t) + coord.lane * 16
-            source_t = source + offset(t, stride.g_t)
+            source_t = source + offset(t, args.stride.g_t)
             ptx.cp_async_or_fill(target, source_t, active, self.gate.neutral_g())
 
     def g_fp32_row(self, coord, t):
-        return coord.shared + self.g_fp32 + (coord.subchunk * SUBCHUNK + t) * (D * 4)
+        return coord.shared + self.regions.g_fp32 + (coord.subchunk * SUBCHUNK + t) * (D * 4)
 
     def load_g(self, coord, k_block):
         """Raw g of the sub-chunk's tokens, of the lane's channel of a K block."""
-        if self.g_fp32 is not None:
+        if self.regions.g_fp32 is not None:
             column = (32 * k_block + coord.lane) * 4
             addresses = [self.g_fp32_row(coord, t) + column for t in range(SUBCHUNK)]
         else:
@@ -242,7 +229,6 @@ class RawInputs:
     stores and reads them. coord has a further field, `iteration`: the warpgroup's count of chunks.
     """
 
-    by_tma = True
     box = TILE
 
     def __init__(self, gate, K, regions, smem):
@@ -283,8 +269,8 @@ class RawInputs:
         """The lane's beta as it is in memory; the gate's parameters and biases."""
         parameters = self.gate.load_parameters(args, coord.hv)
         bits = load_beta_bits(args, coord)
-        channels = [cutlass.min(32 * k_block + coord.lane, D - 1) for k_block in range(K_BLOCKS)]
-        return coord, bits, parameters, self.gate.load_biases(args, coord.hv, channels)
+        biases = self.gate.load_biases(args, coord.hv, channels(coord, D))
+        return coord, bits, parameters, biases
 
     def store_ahead(self, args, ahead):
         """Store the results of `load_ahead` to shared memory."""
@@ -315,10 +301,6 @@ class RawInputs:
             self.clear_tokens(coord)
         cute.arch.sync_warp()
         return beta, parameters
-
-    def activated(self, args, coord, beta):
-        """`store_ahead` has activated it."""
-        return beta
 
     @cute.jit
     def clear_tokens(self, coord):

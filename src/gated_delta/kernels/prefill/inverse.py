@@ -157,18 +157,19 @@ class Inverse:
                     coord, tinv_at, above, system[below - 1], inverses[below - 1], below
                 )
 
+    @cute.jit
     def invert_below_branch_free(self, coord, tinv_at):
         """invert_below, but every warp computes three blocks: a branch would serialise products."""
         above = ptx.ldmatrix_x4(self.inverse_matrices_at(coord, coord.subchunk, 1))
         system, inverses = self.load_below(coord)
         self.store_tinv(coord, tinv_at, coord.subchunk, above)
         sums = [zero_block() for _ in range(3)]
-        for b in range(3):
-            for j in range(b, 3):
+        for b in cutlass.range_constexpr(3):
+            for j in cutlass.range_constexpr(b, 3):
                 sums[j] = add_product(sums[j], above, system[j][b])
-            block = add_product(zero_block(), left_operand(sums[b]), inverses[b])
-            above = left_operand([[-x for x in half] for half in block])
-            self.store_existing_tinv(coord, tinv_at, coord.subchunk + b + 1, above)
+            above = negated_product(sums[b], inverses[b])
+            if coord.subchunk + b + 1 < CHUNK // SUBCHUNK:
+                self.store_tinv(coord, tinv_at, coord.subchunk + b + 1, above)
 
     def load_below(self, coord):
         """The system's rows and the inverses of the three sub-chunks below the warp's own.
@@ -197,16 +198,10 @@ class Inverse:
         sums = zero_block()
         for i, right in enumerate(system):
             sums = add_product(sums, [above[e, i] for e in range(4)], right)
-        block = add_product(zero_block(), left_operand(sums), inverse)
-        words = left_operand([[-x for x in half] for half in block])
+        words = negated_product(sums, inverse)
         for e in range(4):
             above[e, below] = words[e]
         self.store_tinv(coord, tinv_at, coord.subchunk + below, words)
-
-    @cute.jit
-    def store_existing_tinv(self, coord, tinv_at, j, words):
-        if j < CHUNK // SUBCHUNK:
-            self.store_tinv(coord, tinv_at, j, words)
 
     def store_tinv(self, coord, tinv_at, j, words):
         """Block (j, subchunk) of Tinv, given transposed as a left operand."""
@@ -236,3 +231,9 @@ def left_operand(block):
         for half in range(2)
         for i in range(2)
     ]
+
+
+def negated_product(left, right):
+    """- left right as a left operand, of an accumulator and an fp16 operand."""
+    block = add_product(zero_block(), left_operand(left), right)
+    return left_operand([[-x for x in half] for half in block])

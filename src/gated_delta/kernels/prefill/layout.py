@@ -9,29 +9,14 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Int32, Int64, Uint32
 from cutlass.cute.arch import shuffle_sync, shuffle_sync_bfly
 from cutlass.cutlass_dsl import select_
 
 from ..device import hopper, levels, ptx
-from ..device.args import offset, qk_head, typed
-from .arguments import (
-    CHUNK,
-    PREPARED,
-    RAW_SCALE_BYTES,
-    STATE_BYTES,
-    PrefillPointers,
-    PrefillSizes,
-    PrefillStrides,
-)
-
-Pointers, Strides, Sizes = (
-    typed(PrefillPointers, Int64),
-    typed(PrefillStrides, Int32),
-    typed(PrefillSizes, Int32),
-)
-ARGUMENTS = (Pointers, Float32, Float32, Strides, Sizes)
-"""Of every prefill kernel: pointers, scale, the gate's lower bound, strides, sizes."""
+from ..device.args import offset, qk_head
+from ..device.hopper import WARP
+from .arguments import CHUNK, PREPARED, RAW_SCALE_BYTES, STATE_BYTES
 
 D = 128
 """Channels of a head in the workspace and in registers; zeros past a smaller K."""
@@ -61,6 +46,7 @@ KDA_SCALE_STATE = 512  # the state's decay over the chunk, fp32 [128]
 # For scan_raw also 1 / |k|, 1 / |q|, and the sub-chunks' log2 decays, fp32 [4, 128].
 RAW_SCALE_K, RAW_SCALE_Q, RAW_SCALE_TOTALS = 1024, 1280, 1536
 RAW_SCALE_S_K = RAW_SCALE_BYTES  # in shared memory: -|k|, fp16 [64]
+RAW_STAGE_BYTES = RAW_SCALE_BYTES + 2 * CHUNK
 
 
 # -------------------------------------------------------------------------------- tiles, triangles
@@ -97,10 +83,7 @@ def init_shared(rings, squares, count, thread, threads):
     Returns the base address. Only wgmma reads what is above the diagonal.
     """
     shared = hopper.shared_base()
-    if thread == 0:
-        for ring in rings:
-            ring.init(shared)
-        hopper.fence_mbarrier_init()
+    hopper.init_rings(rings, shared, thread)
     if cutlass.const_expr(levels.current().wgmma):
         clear_squares(shared + squares, count, thread, threads)
     return shared
@@ -151,6 +134,16 @@ class ChunkCoord(NamedTuple):
     """lane // 4: of an mma.sync result a lane has rows `row` and `row + 8`, ..."""
     quad_lane: Int32
     """lane % 4: ... and columns 2 quad_lane and the next."""
+    iteration: Int32
+    """prepare_raw: chunks that the warpgroup has prepared before."""
+
+
+def chunk_coord(sequence, hv, slot, chunk, tokens, shared, thread, subchunk, iteration=0):
+    lane = thread % WARP
+    warp_coord = lane, subchunk, lane // 4, lane % 4
+    return ChunkCoord(
+        sequence, hv, slot, chunk, tokens, shared, thread, *warp_coord, Int32(iteration)
+    )
 
 
 def num_chunks(tokens):
@@ -255,15 +248,21 @@ def rank_sequence(args, n, lane):
 # -------------------------------------------------------------------------------- addresses
 
 
-def token_offset(args, sequence, token, n_stride, t_stride):
-    """Byte offset of a sequence's token in a tensor of tokens."""
-    dense = Int32(select_(args.size.cu_seqlens_kind == 0, sequence.n, 0))
-    return offset(dense, n_stride) + offset(sequence.start + token, t_stride)
-
-
 def tma_row(args, sequence):
     """Index of a sequence in tensor maps, where packed tokens are one sequence."""
     return Int32(select_(args.size.cu_seqlens_kind == 0, sequence.n, 0))
+
+
+def token_offset(args, name, sequence, token):
+    """Byte offset of a sequence's token in q, k, v, g, beta or o."""
+    n, t = (getattr(args.stride, f"{name}_{dim}") for dim in "nt")
+    return offset(tma_row(args, sequence), n) + offset(sequence.start + token, t)
+
+
+def token_at(args, name, sequence, token, head):
+    """Address of a head's token."""
+    at = getattr(args.ptr, name) + token_offset(args, name, sequence, token)
+    return at + offset(head, getattr(args.stride, f"{name}_h"))
 
 
 def head_chunk(args, slot, hv):
@@ -294,7 +293,6 @@ def segment_flag_at(args, number):
 
 
 def counter_at(args, word):
-    """Address of a word of the workspace's counters."""
     return args.ptr.counters + offset(word, 4)
 
 

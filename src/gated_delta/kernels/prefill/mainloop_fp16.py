@@ -5,13 +5,7 @@ leaving registers. Accumulators are fp16 but for the state's: half the registers
 fp16, and fp32 arithmetic overlaps with such products. The right operands come from shared memory:
 k and q from the producer warpgroups, Tinv and Aqk. TMA brings v and takes o away, both by way of
 one region. A chunk has a stage of tokens, and one of two stages of terms: Tinv, Aqk, v, then o.
-
-A chunk, with the state's scale s (docs/kernels/prefill.md, "Timeline of a chunk"):
-    S k, S q        in flight while v is scaled to fp16
-    u               Tinv (v - S k), in flight while the state decays
-    S += u k        and o = S q + Aqk u
-    o               to shared memory, from there by TMA; the tokens' stage is released
-    s               rescaled; the state is rounded to fp16 for the next chunk
+docs/kernels/prefill.md, "Timelines".
 """
 
 from typing import NamedTuple
@@ -24,9 +18,8 @@ from cutlass.cute.nvgpu import warpgroup
 from ..device import hopper, ptx
 from ..device.args import offset
 from . import layout, state
-from .arguments import CHUNK
-from .layout import D
-from .work import Work, active_tokens
+from .arguments import CHUNK, SCALE_BYTES
+from .work import Work, active_tokens, store_zeros
 
 ROWS = state.WARPGROUP_ROWS
 GROUPS = 2
@@ -45,17 +38,8 @@ class MmaCoord(NamedTuple):
     thread: Int32
     group: Int32
     """0 or 1: V rows 0..63 or 64..127."""
-
-
-class Operands(NamedTuple):
-    """Right operands of wgmma in shared memory, by stages of tokens or of terms."""
-
-    k: cute.Tensor
-    q: cute.Tensor
-    k_update: cute.Tensor
-    """k of the state's update, transposed; KDA: decayed to the chunk's end."""
-    tinv: cute.Tensor
-    aqk: cute.Tensor
+    box_at: Int32
+    """Address of the warp's box coordinates."""
 
 
 class Regions(NamedTuple):
@@ -71,7 +55,6 @@ class Regions(NamedTuple):
 class MainloopFp16:
     """channel: KDA, with decays per channel. tokens, terms: the pipeline's rings.
 
-    scale_bytes: of a chunk's scales. s_k_scale: offset of the scale of S k: minus, fp16 [64].
     sync_loads: a warp barrier behind the initial state's loads. Either value is right.
     """
 
@@ -83,44 +66,51 @@ class MainloopFp16:
         tokens,
         terms,
         regions,
-        scale_bytes,
-        s_k_scale,
         sync_loads=False,
     ):
-        self.channel, self.state_dtype, self.checkpoints = channel, state_dtype, checkpoints
+        self.channel, self.checkpoints = channel, checkpoints
+        self.states = state.States(state_dtype)
         self.tokens, self.terms, self.regions = tokens, terms, regions
-        self.scale_bytes, self.s_k_scale = scale_bytes, s_k_scale
-        self.o_scale = layout.KDA_SCALE_O if channel else layout.GDN_SCALE_O
+        # Of a chunk's scales: all bytes, the offsets of o's and of S k's, which is negative here.
+        self.scale_bytes, self.o_scale, self.s_k_scale = (
+            (layout.RAW_STAGE_BYTES, layout.KDA_SCALE_O, layout.RAW_SCALE_S_K)
+            if channel
+            else (SCALE_BYTES, layout.GDN_SCALE_O, layout.GDN_SCALE_S_K)
+        )
         self.sync_loads = sync_loads
         self.pipeline = hopper.TokenPipeline(tokens.stages, CHUNK)
 
     @cute.jit
     def run(self, args, work, shared, thread, group, k, q, k_update):
         """A work tile. k, q, k_update: tokens in shared memory, [64, 128, stages]."""
-        coord = MmaCoord(work, shared, thread, group)
+        box_at = shared + self.regions.boxes + (group * 4 + thread // 32) * 16
+        coord = MmaCoord(work, shared, thread, group, box_at)
         right, frag = self.right_operands(coord, k, q, k_update), state.make_fragments(Float16)
         # A branch, and for some variants a barrier behind it: else ptxas serialises wgmmas.
         if work.state_index >= 0:
-            state.load_initial_state(*self.state_of(args, coord), frag.state)
+            self.states.load_initial(args, work, self.rows(coord), frag.state)
         if cutlass.const_expr(self.sync_loads):
             cute.arch.sync_warp()
         state_scale, checkpoint = Float32(1), Int32(0)
         if cutlass.const_expr(self.checkpoints):
             checkpoint = self.store_checkpoints(args, coord, frag, state_scale, Int32(0))
         pipe = self.pipeline.start(work.iterations_before, active_tokens(work))
-        self.store_box_coord(args, coord)
+        box = layout.tma_row(args, work.sequence), work.sequence.start, work.hv, group
+        ptx.store_shared_x4(box_at, [Uint32(x) for x in box])
+        cute.arch.sync_warp()
         self.start_v(args, coord, pipe, 0)
         if pipe.left > 0:
             self.wait_for_values(coord, pipe)
-            absmax = state.packed_absmax(self.load_values(coord, pipe), BFloat16).bitcast(Float32)
+            words = state.load_matrices(self.matrices_at(coord, pipe), 1024)
+            absmax = state.packed_absmax(words, BFloat16)
             state_scale = state.rescale(frag.state, absmax, state_scale, True)
             state.to_fp16(frag.state, frag.state_fp16)
             while pipe.left > 0:
                 state_scale, pipe, checkpoint = self.chunk(
                     args, coord, right, frag, pipe, state_scale, checkpoint
                 )
-        head = self.state_of(args, coord)
-        state.store_final_state(*head, Boolean(True), frag.state, state_scale)
+        rows = self.rows(coord)
+        self.states.store_final(args, work, rows, Boolean(True), frag.state, state_scale)
         # All lanes have read the box coordinates, which the next work tile overwrites: right in
         # front of that ptxas serialises wgmmas.
         cute.arch.sync_warp()
@@ -132,18 +122,34 @@ class MainloopFp16:
         No wgmma group is in flight across the loop's back edge: ptxas would serialise every wgmma.
         """
         following, terms = self.pipeline.advance(pipe), pipe.buffer
-        start_mma(frag.s_k, frag.state_fp16, right.k, pipe.stage)
-        start_mma(frag.o, frag.state_fp16, right.q, pipe.stage)
+        hopper.start_mma(frag.s_k, frag.state_fp16, right.k, pipe.stage)
+        hopper.start_mma(frag.o, frag.state_fp16, right.q, pipe.stage)
         self.start_v(args, coord, pipe, 1)
         values, absmax, state_scale = self.scale_values(frag, coord, pipe, state_scale)
         warpgroup.wait_group(0)  # for S q too: waiting for S k alone takes more registers
-        residual(frag, values, self.load_scales(coord, pipe, self.s_k_scale, Float16))
+        # v - S k: the scales are negative.
+        at = self.scales_at(coord, pipe, self.s_k_scale)
+        s_k_scales = state.load_columns(at, coord.thread, Float16)
+        state.scale_words(frag.s_k, frag.operand, s_k_scales, values)
         o_scale = state_scale
-        start_mma(frag.s_k, frag.operand, right.tinv, terms)
-        self.decay_state(frag, coord, pipe)
-        u_scales = self.load_u_scales(coord, pipe)
+        hopper.start_mma(frag.s_k, frag.operand, right.tinv, terms)
+        state.decay(frag.state, self.scales_at(coord, pipe, 0), coord.thread, self.channel)
+        if cutlass.const_expr(not self.channel):
+            at = self.scales_at(coord, pipe, layout.GDN_SCALE_U)
+            u_scales = state.load_columns(at, coord.thread, Float16)
         warpgroup.wait_group(0)
-        self.start_update(frag, right, coord, pipe, u_scales)
+        u, accumulator = (cute.recast_tensor(x, Uint32) for x in (frag.u, frag.s_k))
+        for i in cutlass.range_constexpr(cute.size(u)):
+            u[i] = accumulator[i]
+        left = frag.u
+        if cutlass.const_expr(not self.channel):
+            left = frag.operand
+            state.scale_words(frag.u, left, u_scales)
+        hopper.start_mma(frag.state, left, right.k_update, pipe.stage, True, hopper.MAJOR.MN)
+        if cutlass.const_expr(not self.channel):
+            at = self.scales_at(coord, pipe, layout.FUSED_SCALE_S_Q)
+            state.scale_words(frag.o, frag.o, state.load_columns(at, coord.thread, Float16))
+        hopper.start_mma(frag.o, frag.u, right.aqk, terms, True)
         # The other warpgroup keeps the tensor cores busy, so the stage is released early.
         self.store_outputs(args, coord, frag, pipe, o_scale)
         if following.left > 0:
@@ -163,43 +169,22 @@ class MainloopFp16:
             layout.SQUARE.tensor(coord.shared + at, self.terms.stages)
             for at in (self.regions.tinv, self.regions.aqk)
         )
-        k_update = cute.make_tensor(k_update.iterator, cute.select(k_update.layout, [1, 0, 2]))
-        operands = []
-        for x, mma in (
-            (k, state.product_mma(Float16)),
-            (q, state.product_mma(Float16)),
-            (k_update, state.update_mma()),
-            (tinv, state.product_mma(Float16)),
-            (aqk, state.product_mma(Float16)),
-        ):
-            part = mma.get_slice(coord.thread)
-            operands.append(part.make_fragment_B(part.partition_B(x)))
-        return Operands(*operands)
+        operands = dict(k=k, q=q, k_update=k_update, tinv=tinv, aqk=aqk)
+        return state.right_operands(coord.thread, Float16, **operands)
 
-    def state_of(self, args, coord):
-        """A lane's part of the head's state, for state.py."""
-        rows = state.state_coord(coord.group * ROWS, coord.thread)
-        return args, coord.work, self.state_dtype, D, rows
+    def rows(self, coord):
+        return state.state_coord(coord.group * ROWS, coord.thread)
 
     def store_checkpoints(self, args, coord, frag, state_scale, chunk):
         """Store the state, before `chunk`, to its checkpoints. Returns the next ones' chunk."""
         end_chunk = layout.num_chunks(active_tokens(coord.work))
-        head, is_last = self.state_of(args, coord), Boolean(True)
-        return state.store_checkpoints(*head, end_chunk, is_last, frag.state, state_scale, chunk)
+        head = args, coord.work, self.rows(coord), end_chunk, Boolean(True)
+        return self.states.store_checkpoints(*head, frag.state, state_scale, chunk)
 
     # ---------------------------------------------------------------------------- v
 
-    def store_box_coord(self, args, coord):
-        work = coord.work
-        words = layout.tma_row(args, work.sequence), work.sequence.start, work.hv, coord.group
-        ptx.store_shared_x4(self.box_coord_at(coord), [Uint32(x) for x in words])
-        cute.arch.sync_warp()
-
-    def box_coord_at(self, coord):
-        return coord.shared + self.regions.boxes + (coord.group * 4 + coord.thread // 32) * 16
-
     def box_coord(self, coord, chunk):
-        n, start, hv, column = (Int32(x) for x in ptx.load_shared_x4(self.box_coord_at(coord)))
+        n, start, hv, column = (Int32(x) for x in ptx.load_shared_x4(coord.box_at))
         return hopper.BoxCoord(n, start + chunk * CHUNK, hv, column)
 
     @cute.jit
@@ -237,12 +222,6 @@ class MainloopFp16:
                     ptx.store_shared_x4(at, [Uint32(0)] * 4)
             cute.arch.sync_warp()
 
-    def load_values(self, coord, pipe):
-        """The chunk's v, packed, in the order of the accumulator."""
-        at = self.matrices_at(coord, pipe)
-        fours = [ptx.ldmatrix_x4_trans(at + j * 1024) for j in range(0, CHUNK // 8, 2)]
-        return [word for four in fours for word in four]
-
     @cute.jit
     def scale_values(self, frag, coord, pipe, state_scale):
         """The chunk's v as fp16 at the state's scale, its absmax, and the scale.
@@ -251,9 +230,13 @@ class MainloopFp16:
         next `rescale`. In front of the wait for S k and S q, so that little is behind it: ptxas
         moves such waits up to the last branch.
         """
-        raw, values = self.load_values(coord, pipe), cute.make_rmem_tensor((CHUNK // 4,), Uint32)
-        absmax = state.packed_absmax(raw, BFloat16).bitcast(Float32)
-        to_scaled_fp16(raw, state_scale, values)
+        raw, values = (
+            state.load_matrices(self.matrices_at(coord, pipe), 1024),
+            cute.make_rmem_tensor((CHUNK // 4,), Uint32),
+        )
+        absmax = state.packed_absmax(raw, BFloat16)
+        for i, word in enumerate(raw):
+            values[i] = ptx.scale_bf16_to_fp16(word, state_scale.bitcast(Uint32))
         if state_scale * absmax > state.ABSMAX_HIGH:
             warpgroup.wait_group(0)
             new_scale = state.scale_of(absmax, Float32(0), state_scale)
@@ -265,52 +248,16 @@ class MainloopFp16:
                 for i in range(cute.size(words)):
                     words[i] = ptx.mul_x2(words[i], half)
             state_scale = new_scale
-            to_scaled_fp16(self.load_values(coord, pipe), state_scale, values)
+            for i, word in enumerate(state.load_matrices(self.matrices_at(coord, pipe), 1024)):
+                values[i] = ptx.scale_bf16_to_fp16(word, state_scale.bitcast(Uint32))
         return values, absmax, state_scale
 
     # ---------------------------------------------------------------------------- decays, products
 
-    def load_scales(self, coord, pipe, first, dtype, count=CHUNK):
-        """A lane's scales of columns 8 j + lane % 4 * 2 and the next, j = 0, 1, ...
-
-        Pairs of fp32, or words of two fp16.
-        """
+    def scales_at(self, coord, pipe, first):
+        """Address of the chunk's scales from offset `first` on."""
         shared = ptx.opaque(coord.shared) if self.channel else coord.shared
-        at = shared + self.regions.scales + pipe.stage * self.scale_bytes + first
-        at += coord.thread % 4 * (2 * dtype.width // 8)
-        load, step = (ptx.load_shared_f32x2, 32) if dtype is Float32 else (ptx.load_shared, 16)
-        return [load(at + step * j) for j in range(count // 8)]
-
-    def decay_state(self, frag, coord, pipe):
-        """Decay the state over the chunk."""
-        if self.channel:
-            scales = self.load_scales(coord, pipe, layout.KDA_SCALE_STATE, Float32, D)
-            for j, pair in enumerate(scales):
-                for i in range(4):
-                    frag.state[4 * j + i] = frag.state[4 * j + i] * pair[i % 2]
-        else:
-            at = coord.shared + self.regions.scales + pipe.stage * self.scale_bytes
-            last = layout.GDN_SCALE_S_Q + (CHUNK - 1) * 4
-            state.multiply(frag.state, ptx.load_shared_f32(at + last))
-
-    def load_u_scales(self, coord, pipe):
-        """GDN: decays of u to the chunk's end."""
-        return None if self.channel else self.load_scales(coord, pipe, layout.GDN_SCALE_U, Float16)
-
-    def start_update(self, frag, right, coord, pipe, u_scales):
-        """Start the state's update, S += u k, and o += Aqk u; GDN decays u and S q."""
-        u, accumulator = (cute.recast_tensor(x, Uint32) for x in (frag.u, frag.s_k))
-        for i in range(cute.size(u)):
-            u[i] = accumulator[i]
-        left = frag.u
-        if not self.channel:
-            left = frag.operand
-            scale_words(frag.u, left, u_scales)
-        hopper.start_mma(state.update_mma(), frag.state, left, right.k_update, pipe.stage, True)
-        if not self.channel:
-            s_q_scales = self.load_scales(coord, pipe, layout.FUSED_SCALE_S_Q, Float16)
-            scale_words(frag.o, frag.o, s_q_scales)
-        start_mma(frag.o, frag.u, right.aqk, pipe.buffer, True)
+        return shared + self.regions.scales + pipe.stage * self.scale_bytes + first
 
     # ---------------------------------------------------------------------------- o
 
@@ -318,11 +265,16 @@ class MainloopFp16:
     def store_outputs(self, args, coord, frag, pipe, state_scale):
         """Wait for o, release the tokens' stage; o goes over v in shared memory, then to memory."""
         warpgroup.wait_group(0)
-        o_scales = self.load_scales(coord, pipe, self.o_scale, Float32)
+        at = self.scales_at(coord, pipe, self.o_scale)
+        o_scales = state.load_columns(at, coord.thread, Float32)
         self.tokens.consumer_release(coord.shared, pipe.stage)
-        words, at = scale_outputs(frag, o_scales, state_scale), self.matrices_at(coord, pipe)
-        for j in cutlass.range_constexpr(0, CHUNK // 8, 2):
-            ptx.stmatrix_x4_trans(at + j * 1024, words[2 * j : 2 * j + 4])
+        words, o = [], cute.recast_tensor(frag.o, Uint32)
+        unscale = state.inverse_power_of_2(state_scale)
+        for i in cutlass.range_constexpr(CHUNK // 4):
+            scales = [x * unscale for x in o_scales[i // 2]]
+            pair = ptx.unpack([o[i]], Float16)
+            words.append(ptx.pack_x2(pair[0] * scales[0], pair[1] * scales[1], BFloat16))
+        state.store_matrices(self.matrices_at(coord, pipe), 1024, words)
         hopper.fence_async_proxy()
         # One barrier for each warpgroup and stage. No warp comes to it again before warp 0 has left
         # it: it waits for v that warp 0 copies in between.
@@ -351,58 +303,8 @@ class MainloopFp16:
             ptx.store_words(o_at + offset(16 * i, args.stride.o_t), words, pipe.left - row > 16 * i)
 
 
-# -------------------------------------------------------------------------------- registers, wgmma
-
-
-def start_mma(accumulator, left, right, stage, accumulate=False):
-    hopper.start_mma(state.product_mma(Float16), accumulator, left, right, stage, accumulate)
-
-
-def to_scaled_fp16(raw, state_scale, values):
-    for i, word in enumerate(raw):
-        values[i] = ptx.scale_bf16_to_fp16(word, state_scale.bitcast(Uint32))
-
-
-def residual(frag, values, s_k_scales):
-    """v - S k; the scales are negative."""
-    words, s_k = (cute.recast_tensor(x, Uint32) for x in (frag.operand, frag.s_k))
-    for i in range(cute.size(words)):
-        words[i] = ptx.fma_x2(s_k[i], s_k_scales[i // 2], values[i])
-
-
-def scale_words(source, target, scales):
-    """target = source * scales, packed pairs of fp16."""
-    source, target = (cute.recast_tensor(x, Uint32) for x in (source, target))
-    for i in range(cute.size(target)):
-        target[i] = ptx.mul_x2(source[i], scales[i // 2])
-
-
-def scale_outputs(frag, o_scales, state_scale):
-    """A chunk's o as packed bf16, in the order of the accumulator."""
-    unscale, words = state.inverse_power_of_2(state_scale), []
-    o = cute.recast_tensor(frag.o, Uint32)
-    for j, pair in enumerate(o_scales):
-        scales = [x * unscale for x in pair]
-        for i in range(2):
-            x = ptx.unpack([o[2 * j + i]], Float16)
-            words.append(ptx.pack_x2(x[0] * scales[0], x[1] * scales[1], BFloat16))
-    return words
-
-
-# -------------------------------------------------------------------------------- producers
-
-
-@cute.jit
-def store_zeros(args, work, thread):
-    """A producer warpgroup: zero o of an inactive sequence, and its rows past the last sequence."""
-    stride, size = args.stride, args.size
-    row, vector = thread // 16, thread % 16
-    o_at = args.ptr.o + offset(work.hv, stride.o_h) + vector * 16
-    o_at += layout.token_offset(args, work.sequence, Int32(0), stride.o_n, stride.o_t)
-    begin, end = work.sequence.tokens, work.sequence.tokens
-    if work.state_index < 0:
-        begin = Int32(0)
-    if (work.sequence.n == size.N - 1) & (size.cu_seqlens_kind != 0):
-        end = size.total - work.sequence.start
-    for token in cutlass.range(begin + row, end, 8, unroll=1):
-        ptx.store_words(o_at + offset(token, stride.o_t), [Uint32(0)] * 4, Int32(1))
+def zero_outputs(args, work, thread):
+    """A producer warpgroup: work.store_zeros."""
+    o_at = args.ptr.o + offset(work.hv, args.stride.o_h) + thread % 16 * 16
+    o_at += layout.token_offset(args, "o", work.sequence, Int32(0))
+    store_zeros(args, work, o_at, thread // 16, 8)

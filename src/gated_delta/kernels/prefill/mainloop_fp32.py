@@ -8,77 +8,88 @@ warp adapts; bf16 would lose three bits of them. docs/kernels/prefill.md has a c
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Uint32
+from cutlass import BFloat16, Float16, Float32, Int32, Uint32
 
 from ..device import levels, ptx
 from ..device.hopper import WARP
+from . import layout, state
 from .arguments import CHUNK, SCALE_BYTES
-from .layout import (
-    GDN_SCALE_O,
-    GDN_SCALE_S_K,
-    GDN_SCALE_S_Q,
-    GDN_SCALE_U,
-    KDA_SCALE_O,
-    KDA_SCALE_S_K,
-    KDA_SCALE_STATE,
-    D,
-)
 from .products import MmaSync, Wgmma
 from .segments import is_last
-from .state import (
-    RESCALE_INTERVAL,
-    inverse_power_of_2,
-    multiply,
-    packed_absmax,
-    rescale,
-    set_scale,
-    state_coord,
-    store_checkpoints,
-    to_fp16,
+
+SCALES = (
+    dict(s_k=layout.GDN_SCALE_S_K, s_q=layout.GDN_SCALE_S_Q, o=layout.GDN_SCALE_O),
+    dict(s_k=layout.KDA_SCALE_S_K, o=layout.KDA_SCALE_O),
 )
+"""Offsets of fp32 scales: GDN's, KDA's."""
 
 
 class MainloopFp32:
-    """stages: TileStages or SplitStages. mma_groups: MMA warpgroups of the CTA.
+    """stages: TileStages or SplitStages.
 
-    has_outputs: False for segment transitions. load_absmax: whether load warps leave the values'
-    absmax; else each MMA warp takes its rows'. deterministic: whether a chunk's bits follow from
-    its state and tokens alone. checkpoints: whether states are stored between chunks.
+    has_outputs: False for transitions. deterministic: whether a chunk's bits follow from its state
+    and tokens alone. checkpoints: whether states are stored between chunks. recomputes:
+    compute addresses of the final state anew, which spares registers.
     """
 
     def __init__(
         self,
         stages,
-        channel,
         K,
         dtype,
         state_dtype,
-        mma_groups,
-        load_absmax,
         has_outputs=True,
         deterministic=False,
         checkpoints=False,
+        recomputes=False,
     ):
-        self.stages, self.channel, self.K = stages, channel, K
-        self.products = (Wgmma if levels.current().wgmma else MmaSync)(stages, channel)
+        self.stages, self.channel, self.dtype = stages, stages.channel, dtype
+        self.products = (Wgmma if levels.current().wgmma else MmaSync)(stages)
         # Another warpgroup keeps the tensor cores busy, or nothing is left to wait for.
-        self.releases_early = mma_groups > 1 or not self.products.asynchronous
-        self.dtype, self.state_dtype = dtype, state_dtype
-        self.load_absmax = load_absmax
+        self.releases_early = stages.rows > state.WARPGROUP_ROWS or not self.products.asynchronous
+        self.states = state.States(state_dtype, K)
         self.has_outputs, self.deterministic = has_outputs, deterministic
         self.checkpoints = checkpoints
+        self.recomputes = recomputes
+
+    @cute.jit
+    def scan(self, args, coord, windows=False, load_state=None):
+        """A work tile of a scan, from its initial to its final state. windows: of the scan.
+
+        load_state: (args, coord, state) -> None, else the call's initial state.
+        """
+        right, frag = self.products.right_operands(coord), self.products.make_fragments()
+        if cutlass.const_expr(load_state is None):
+            rows = state.state_coord(coord.v_row, coord.thread)
+            self.states.load_initial(args, coord.work, rows, frag.state)
+        else:
+            load_state(args, coord, frag.state)
+        checkpoint = Int32(0)
+        if cutlass.const_expr(self.checkpoints):
+            checkpoint = coord.first_stored
+            # No checkpoint lies in a window.
+            if cutlass.const_expr(not windows) or coord.first_chunk == coord.first_stored:
+                checkpoint = self.store_checkpoints(
+                    frag, args, coord, Float32(1), coord.first_chunk
+                )
+        state_scale = self.run(frag, right, args, coord, checkpoint)
+        if cutlass.const_expr(self.recomputes):
+            coord = coord._replace(thread=ptx.opaque(coord.thread))
+        rows, last = self.state_coord(coord), is_last(args, coord.work)
+        self.states.store_final(args, coord.work, rows, last, frag.state, state_scale)
 
     @cute.jit
     def run(self, frag, right, args, coord, checkpoint):
         """All chunks of a work tile. Returns the state's scale."""
-        state_scale, pipe = Float32(1), self.stages.start(coord)
+        state_scale, pipe = Float32(1), self.stages.ring.start(coord.first_chunk, Int32(0))
         if coord.end_chunk > coord.first_chunk:
             self.stages.wait(coord.shared, pipe)
+            v_absmax = self.v_absmax(coord, pipe)
             if cutlass.const_expr(self.deterministic):
-                state_scale = set_scale(frag.state, self.v_absmax(coord, pipe), state_scale)
+                state_scale = state.set_scale(frag.state, v_absmax, state_scale)
             else:
-                state_scale = rescale(frag.state, self.v_absmax(coord, pipe), state_scale, True)
-            to_fp16(frag.state, frag.state_fp16)
+                state_scale = state.rescale(frag.state, v_absmax, state_scale, True)
+            state.to_fp16(frag.state, frag.state_fp16)
             for _ in cutlass.range(coord.first_chunk, coord.end_chunk, 1, unroll=1):
                 state_scale, pipe, checkpoint = self.chunk(
                     frag, right, args, coord, pipe, state_scale, checkpoint
@@ -91,7 +102,7 @@ class MainloopFp32:
 
         No wgmma group is in flight across the back edge: ptxas would serialise every wgmma.
         """
-        next_pipe = self.stages.advance(pipe)
+        next_pipe = self.stages.ring.advance(pipe)
         self.start_mma(frag.s_k, frag.state_fp16, "k", right, pipe, False)
         if cutlass.const_expr(self.has_outputs):
             self.start_mma(frag.o, frag.state_fp16, "q", right, pipe, False)
@@ -101,8 +112,12 @@ class MainloopFp32:
         self.residual(frag, values, s_k_scales, state_scale)
         o_scale = state_scale
         self.start_mma(frag.s_k, frag.operand, "tinv", right, pipe, False)
-        self.decay_state(frag, coord, pipe)
-        u_scales = None if self.channel else self.packed_scales(coord, pipe, GDN_SCALE_U)
+        scales_at = self.scales_at(coord, pipe)
+        state.decay(frag.state, scales_at, coord.thread, self.channel)
+        u_scales = None
+        if cutlass.const_expr(not self.channel):
+            at = scales_at + layout.GDN_SCALE_U
+            u_scales = state.load_columns(at, coord.thread, Float16)
         self.products.wait(0)
         self.stages.release_early(coord, pipe)
         self.start_update(frag, right, coord, u_scales, pipe)
@@ -118,11 +133,11 @@ class MainloopFp32:
             # Before a new scale: where fp32 cannot hold all digits, it would show in a checkpoint.
             checkpoint = self.store_if_due(frag, args, coord, next_pipe, state_scale, checkpoint)
             if next_pipe.chunk < coord.end_chunk:
-                state_scale = set_scale(frag.state, v_absmax, state_scale)
+                state_scale = state.set_scale(frag.state, v_absmax, state_scale)
         else:
-            measure = next_pipe.chunk % RESCALE_INTERVAL == 0
-            state_scale = rescale(frag.state, v_absmax, state_scale, measure)
-        to_fp16(frag.state, frag.state_fp16)
+            measure = next_pipe.chunk % state.RESCALE_INTERVAL == 0
+            state_scale = state.rescale(frag.state, v_absmax, state_scale, measure)
+        state.to_fp16(frag.state, frag.state_fp16)
         if cutlass.const_expr(not self.releases_early):
             self.finish_chunk(frag, coord, pipe, o_scale)
         if cutlass.const_expr(not self.deterministic):
@@ -130,26 +145,31 @@ class MainloopFp32:
         return state_scale, next_pipe, checkpoint
 
     def start_update(self, frag, right, coord, u_scales, pipe):
-        """Start the state's update and Aqk u."""
-        to_fp16(frag.s_k, frag.u)
+        state.to_fp16(frag.s_k, frag.u)
         if self.channel:
             self.start_mma(frag.state, frag.u, "k_update", right, pipe, True)
         else:
-            u, words = (cute.recast_tensor(x, Uint32) for x in (frag.u, frag.operand))
-            for i in range(cute.size(words)):
-                words[i] = ptx.mul_x2(u[i], u_scales[i // 2])
+            state.scale_words(frag.u, frag.operand, u_scales)
             self.start_mma(frag.state, frag.operand, "k_update", right, pipe, True)
             if self.has_outputs:
-                self.scale_columns(frag.o, self.column_scales(coord, pipe, "s_q"))
+                state.scale_columns(frag.o, self.column_scales(coord, pipe, "s_q"))
         if self.has_outputs:
             self.start_mma(frag.o, frag.u, "aqk", right, pipe, True)
 
     def finish_chunk(self, frag, coord, pipe, state_scale):
         """Epilogue of a chunk: outputs to shared memory, the stage is released."""
-        o_scales = self.column_scales(coord, pipe, "o") if self.has_outputs else None
+        if self.has_outputs:
+            o_scales = self.column_scales(coord, pipe, "o")
         self.products.wait(0)
         if self.has_outputs:
-            self.store_o(coord, pipe, self.outputs(frag, o_scales, state_scale))
+            unscale, words = state.inverse_power_of_2(state_scale), []
+            for j, pair in enumerate(o_scales):
+                x = [frag.o[4 * j + i] * (pair[i % 2] * unscale) for i in range(4)]
+                words += ptx.pack_pairs(x, self.dtype)
+            self.stages.acquire_outputs(coord.shared, pipe)
+            at, pitch = self.values_at(coord, pipe, self.stages.o), self.stages.v_pitch
+            state.store_matrices(at, 8 * pitch, words)
+            self.stages.outputs.producer_arrive(coord.shared, self.v_stage(pipe))
         self.stages.release(coord, pipe)
 
     @cute.jit
@@ -164,82 +184,51 @@ class MainloopFp32:
         """A lane's place in the state, to store it."""
         # mma.sync leaves no registers for addresses: opaque, so that they are computed here.
         thread = coord.thread if self.products.asynchronous else ptx.opaque(coord.thread)
-        return state_coord(coord.v_row, thread)
+        return state.state_coord(coord.v_row, thread)
 
     def store_checkpoints(self, frag, args, coord, state_scale, chunk):
         rows, last = self.state_coord(coord), is_last(args, coord.work)
-        return store_checkpoints(
-            args,
-            coord.work,
-            self.state_dtype,
-            self.K,
-            rows,
-            coord.end_chunk,
-            last,
-            frag.state,
-            state_scale,
-            chunk,
-        )
+        head = args, coord.work, rows, coord.end_chunk, last
+        return self.states.store_checkpoints(*head, frag.state, state_scale, chunk)
 
     def start_mma(self, accumulator, left, name, right, pipe, accumulate):
-        stage = self.stages.stage_of(name, pipe)
+        stage = self.stages.stage_of(name, pipe.stage, pipe.chunk)
         self.products.start(accumulator, left, name, right, stage, accumulate)
 
     # ---------------------------------------------------------------------------- scales of a chunk
 
     def scales_at(self, coord, pipe):
-        stage = self.stages.stage_of("scales", pipe)
+        stage = self.stages.stage_of("scales", pipe.stage, pipe.chunk)
         return coord.shared + self.stages.scales + stage * SCALE_BYTES
 
     def column_scales(self, coord, pipe, name):
-        """fp32 scales of a lane's columns 8 j + lane % 4 * 2 and the next, for every j."""
-        gdn = {"s_k": GDN_SCALE_S_K, "s_q": GDN_SCALE_S_Q, "o": GDN_SCALE_O}
-        first = ({"s_k": KDA_SCALE_S_K, "o": KDA_SCALE_O} if self.channel else gdn)[name]
-        at = self.scales_at(coord, pipe) + first + coord.thread % 4 * 8
-        return [ptx.load_shared_f32x2(at + 32 * j) for j in range(CHUNK // 8)]
-
-    def packed_scales(self, coord, pipe, first):
-        """fp16 scales, packed, of the columns of `column_scales`."""
-        at = self.scales_at(coord, pipe) + first + coord.thread % 4 * 4
-        return [ptx.load_shared(at + 16 * j) for j in range(CHUNK // 8)]
-
-    def decay_state(self, frag, coord, pipe):
-        """Decay the state over the chunk: GDN's by one number, KDA's per channel."""
-        at = self.scales_at(coord, pipe)
-        if self.channel:
-            at = at + KDA_SCALE_STATE + coord.thread % 4 * 8
-            decays = [ptx.load_shared_f32x2(at + 32 * j) for j in range(D // 8)]
-            self.scale_columns(frag.state, decays)
-        else:
-            multiply(frag.state, ptx.load_shared_f32(at + GDN_SCALE_S_Q + (CHUNK - 1) * 4))
-
-    def scale_columns(self, accumulator, scales):
-        for j, pair in enumerate(scales):
-            for i in range(4):
-                accumulator[4 * j + i] = accumulator[4 * j + i] * pair[i % 2]
+        at = self.scales_at(coord, pipe) + SCALES[self.channel][name]
+        return state.load_columns(at, coord.thread, Float32)
 
     # ---------------------------------------------------------------------------- values, outputs
 
     def v_absmax(self, coord, pipe):
         """The largest magnitude among a chunk's values, or among the warp's rows of them."""
-        if self.load_absmax:
-            at = coord.shared + self.stages.v_absmax + self.stages.stage_of("v", pipe) * 8
+        if self.stages.has_absmax:
+            at = coord.shared + self.stages.v_absmax + self.v_stage(pipe) * 8
             pair = ptx.load_shared_f32x2(at)
             return cute.math.max(pair[0], pair[1])
-        return packed_absmax(self.values(coord, pipe), self.dtype).bitcast(Float32)
+        return state.packed_absmax(self.values(coord, pipe), self.dtype)
 
     def values(self, coord, pipe):
         """The chunk's values, packed, in the order of accumulators."""
         at, pitch = self.values_at(coord, pipe, self.stages.v), self.stages.v_pitch
-        fours = [ptx.ldmatrix_x4_trans(at + j * 8 * pitch) for j in range(0, CHUNK // 8, 2)]
-        return [word for four in fours for word in four]
+        return state.load_matrices(at, 8 * pitch)
+
+    def v_stage(self, pipe):
+        return self.stages.stage_of("v", pipe.stage, pipe.chunk)
 
     def values_at(self, coord, pipe, region):
         """Address of a lane's row of the warp's first four 8 x 8 matrices of values or outputs."""
         lane, pitch = coord.thread % WARP, self.stages.v_pitch
         token = lane // 16 * 8 + lane % 8
         vector = coord.group * 8 + coord.thread // WARP * 2 + lane // 8 % 2
-        stage = coord.shared + region + self.stages.stage_of("v", pipe) * (CHUNK * pitch)
+        stage = coord.shared + region + self.v_stage(pipe) * (CHUNK * pitch)
         return stage + token * pitch + vector * 16
 
     def residual(self, frag, values, s_k_scales, state_scale):
@@ -255,20 +244,3 @@ class MainloopFp32:
                     v = [x * state_scale for x in ptx.unpack([word], self.dtype)]
                 residual = [v[p] - frag.s_k[at + p] * s_k_scales[j][p] for p in range(2)]
                 words[2 * j + i] = ptx.pack_x2(residual[0], residual[1], Float16)
-
-    def outputs(self, frag, o_scales, state_scale):
-        """A chunk's outputs, packed, in the order of accumulators."""
-        unscale, words = inverse_power_of_2(state_scale), []
-        for j, pair in enumerate(o_scales):
-            x = [frag.o[4 * j + i] * (pair[i % 2] * unscale) for i in range(4)]
-            words += [ptx.pack_x2(x[0], x[1], self.dtype), ptx.pack_x2(x[2], x[3], self.dtype)]
-        return words
-
-    @cute.jit
-    def store_o(self, coord, pipe, words):
-        """A chunk's outputs to shared memory."""
-        self.stages.acquire_outputs(coord.shared, pipe)
-        at = self.values_at(coord, pipe, self.stages.o)
-        for j in cutlass.range_constexpr(0, CHUNK // 8, 2):
-            ptx.stmatrix_x4_trans(at + j * 8 * self.stages.v_pitch, words[2 * j : 2 * j + 4])
-        self.stages.outputs.producer_arrive(coord.shared, self.stages.stage_of("v", pipe))

@@ -17,42 +17,23 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Uint32
+from cutlass import BFloat16, Int32, Uint32
 from cutlass.cutlass_dsl import select_
 
 from ..device import hopper, ptx
-from ..device.args import DTYPES, Args, qk_head
+from ..device.args import DTYPES, qk_head
 from ..device.hopper import WARP, WARPGROUP, NamedBarrier, warp_uniform
-from .arguments import (
-    CHUNK,
-    CTA_QUEUE,
-    ITEM_QUEUE,
-    SCANNED,
-)
-from .layout import (
-    ARGUMENTS,
-    ChunkCoord,
-    D,
-    Pointers,
-    Sizes,
-    Strides,
-    clear_squares,
-    counter_at,
-    find_chunk,
-    prepared_at,
-)
+from . import layout
+from .arguments import CTA_QUEUE, ITEM_QUEUE, SCANNED
+from .kernel import PrefillKernel
+from .layout import D
 from .mainloop_fp32 import MainloopFp32
-from .segments import is_last, scan_coord
+from .segments import scan_coord
 from .stages import LOAD_THREADS, SplitStages
-from .state import (
-    load_initial_state,
-    state_coord,
-    store_final_state,
-    without_checkpoints,
-)
+from .terms import NO_ITEM, PersistentWorker
 from .terms_gdn import GdnTerms
 from .terms_kda import KdaTerms
-from .tiles import TileCopies, has_values
+from .tiles import TileCopies
 from .work import work_of
 
 ROWS = 64  # V rows of a CTA that scans
@@ -81,7 +62,6 @@ SCANNED_THEN = 16  # chunks that were scanned when it took its next item
 MAY_WAIT = 20  # whether it still waits for scans
 WORDS_BYTES = 32
 NONE = 0xFFFFFFFF
-NO_ITEM = 0x7FFFFFFF
 
 
 class WarpRole(enum.IntEnum):
@@ -93,47 +73,32 @@ class WarpRole(enum.IntEnum):
     TILES_GDN = 8
 
 
-# A chunk's coord, and the address of its warpgroup's words.
-QueueCoord = NamedTuple("QueueCoord", [*ChunkCoord.__annotations__.items(), ("words_at", Int32)])
-
-
-def warpgroup_of(words_at):
-    """The number of a warpgroup from the address of its words: GDN has no register for it."""
-    return words_at // WORDS_BYTES % 4
-
-
 @dataclass(frozen=True)
-class QueueWorker:
-    """A warpgroup that prepares items from the queue: terms.Worker."""
+class QueueWorker(PersistentWorker):
+    """A warpgroup that prepares items from the queue. words_at: address of its words."""
 
     channel: bool
+    words_at: Int32
 
-    def sync(self, coord):
-        NamedBarrier.PREPARE.sync(WARPGROUP, warpgroup_of(coord.words_at))
+    def sync(self):
+        # The number of the warpgroup from the address of its words: GDN has no register for it.
+        NamedBarrier.PREPARE.sync(WARPGROUP, self.words_at // WORDS_BYTES % 4)
 
-    @cute.jit
-    def inputs_loaded(self, coord):
-        """The last item's stores have long arrived by now: the wait takes no time."""
-        if coord.thread == 0:
-            cute.arch.cp_async_bulk_wait_group(0, read=False)
-        self.sync(coord)
+    def load(self, word):
+        return Int32(ptx.load_shared(self.words_at + word))
+
+    def store(self, word, x):
+        ptx.store_shared(self.words_at + word, Uint32(x))
 
     @cute.jit
     def chunk_begun(self, args, coord, spare):
         """Count the last item, which waits for all stores of the SM, and take the next one."""
         if spare & (coord.lane == 0):
-            scanned = ptx.load_relaxed(counter_at(args, SCANNED))
-            item = self.take_item(args, coord.words_at, self.item_of(args, coord))
-            self.publish(args, coord.words_at)
-            ptx.store_shared(coord.words_at + NEXT_ITEM, Uint32(item))
-            ptx.store_shared(coord.words_at + SCANNED_THEN, Uint32(scanned))
-
-    def operands_read(self, args, coord):
-        """Nothing is loaded ahead."""
-        self.sync(coord)
-
-    def store_ahead(self, args, ahead):
-        """Nothing is loaded ahead."""
+            scanned = ptx.load_relaxed(layout.counter_at(args, SCANNED))
+            item = self.take_item(args, self.item_of(args, coord))
+            self.publish(args)
+            self.store(NEXT_ITEM, item)
+            self.store(SCANNED_THEN, scanned)
 
     def item_of(self, args, coord):
         head = coord.hv
@@ -141,29 +106,29 @@ class QueueWorker:
             head = qk_head(coord.hv, args.size.qk_head_factor)
         return coord.slot * args.size.chunk_blocks + head
 
-    @cute.jit
-    def publish(self, args, words_at):
-        """Count the head that is prepared."""
-        slot = Int32(ptx.load_shared(words_at + LAST_SLOT))
-        if slot >= 0:
-            ptx.release_increment(prepared_at(args, slot))
-            ptx.store_shared(words_at + LAST_SLOT, Uint32(NONE))
+    def publish_last(self, args):
+        """Thread 0: count the last item as soon as it is prepared."""
+        cute.arch.cp_async_bulk_wait_group(0, read=False)
+        self.publish(args)
 
     @cute.jit
-    def take_item(self, args, words_at, last):
+    def publish(self, args):
+        slot = self.load(LAST_SLOT)
+        if slot >= 0:
+            ptx.release_increment(layout.prepared_at(args, slot))
+            self.store(LAST_SLOT, NONE)
+
+    @cute.jit
+    def take_item(self, args, last):
         """An item from the queue, or none."""
         item = Int32(NO_ITEM)
-        if last < Int32(ptx.load_shared(words_at + END_ITEM)):
-            number = ptx.atomic_increment(counter_at(args, ITEM_QUEUE))
-            item = Int32(ptx.load_shared(words_at + QUEUED_FROM)) + number
+        if last < self.load(END_ITEM):
+            number = ptx.atomic_increment(layout.counter_at(args, ITEM_QUEUE))
+            item = self.load(QUEUED_FROM) + number
         return item
 
 
-class PrefillOverlapped:
-    """Static facts of a variant; `compile.py` compiles __call__ for symbolic everything else."""
-
-    arguments = ARGUMENTS
-
+class PrefillOverlapped(PrefillKernel):
     def __init__(
         self,
         axis: str,
@@ -178,15 +143,16 @@ class PrefillOverlapped:
         facts = (D, BFloat16, DTYPES[g_dtype], gate, qk_l2norm)
         # Of one long sequence a single chunk has sub-chunks without tokens, and registers are few.
         self.terms = KdaTerms(*facts, assume_tokens=True) if channel else GdnTerms(*facts)
-        self.worker = QueueWorker(channel)
         self.scanning, self.store_threads = SCANNING[axis], 32 if channel else 64
         self.tile_warp = WarpRole.TILES_KDA if channel else WarpRole.TILES_GDN
-        self.checkpoints, self.state_dtype = checkpoints, DTYPES[state_dtype]
+        self.checkpoints = checkpoints
         self.prepared_a_chunk, self.lead = PREPARED_A_CHUNK[axis], LEAD[axis]
         self.threads = PREPARING * WARPGROUP
         smem = hopper.SharedMemory()
         count = 2 if channel else 3  # KDA: room for the warpgroup that prepares meanwhile
-        self.stages = SplitStages(smem, channel, count, DEEP_STAGES, self.store_threads)
+        self.stages = SplitStages(
+            smem, channel, count, DEEP_STAGES, self.store_threads, deterministic
+        )
         self.words = smem.add(4 * WORDS_BYTES, 4 * WORDS_BYTES)
         self.role = smem.add(8)
         # CTAs prepare where stages are, or will be, but for the warpgroup that prepares meanwhile.
@@ -195,37 +161,19 @@ class PrefillOverlapped:
         if channel:
             self.last_terms = smem.add(self.terms.shared, 128)
         self.shared = smem.size
-        self.copies = TileCopies(
-            self.stages,
-            channel,
-            BFloat16,
-            ROWS,
-            D // ROWS,
-            pass_registers=True,
-            absmax=not deterministic,
-            prefetch=True,
-        )
+        self.copies = TileCopies(self.stages, BFloat16, D // ROWS, prefetch=True, overlapped=True)
         self.mainloop = MainloopFp32(
             self.stages,
-            channel,
             D,
             BFloat16,
-            self.state_dtype,
-            mma_groups=1,
-            load_absmax=not deterministic,
+            DTYPES[state_dtype],
             deterministic=deterministic,
             checkpoints=checkpoints,
+            recomputes=True,
         )
 
-    @cute.jit
-    def __call__(
-        self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream
-    ):
-        ctas = self.preparing_ctas(size) + self.scanning_ctas(size)
-        if cutlass.const_expr(not self.checkpoints):
-            ptr, stride, size = (without_checkpoints(x) for x in (ptr, stride, size))
-        kernel = self.kernel(ptr, scale, bound, stride, size)
-        hopper.launch(kernel, ctas, self.threads, self.shared, stream)
+    def ctas(self, args):
+        return self.preparing_ctas(args.size) + self.scanning_ctas(args.size)
 
     def scanning_ctas(self, size):
         return D // ROWS * size.HV * size.N
@@ -234,16 +182,10 @@ class PrefillOverlapped:
         return cutlass.max(size.sms - self.scanning_ctas(size), MIN_PREPARING_CTAS)
 
     @cute.kernel
-    def kernel(
-        self, ptr: NamedTuple, scale: Float32, bound: Float32, stride: NamedTuple, size: NamedTuple
-    ):
-        thread, _, _ = cute.arch.thread_idx()
-        args = Args(ptr, scale, bound, stride, size)
+    def kernel(self, args: NamedTuple):
+        thread, size = cute.arch.thread_idx()[0], args.size
         shared = hopper.shared_base()
-        if thread == 0:
-            for ring in self.stages.rings:
-                ring.init(shared)
-            hopper.fence_mbarrier_init()
+        hopper.init_rings(self.stages.rings, shared, thread)
         hopper.wait_for_previous_kernel()
         cta = warp_uniform(self.take_role(args, shared, thread))
         group = warp_uniform(thread // WARPGROUP)
@@ -252,7 +194,7 @@ class PrefillOverlapped:
         if scans & (group < self.scanning):
             self.sync_scanning()
             squares = shared + self.stages.tinv
-            clear_squares(squares, 2 * self.stages.count, thread, self.scanning * WARPGROUP)
+            layout.clear_squares(squares, 2 * self.stages.count, thread, self.scanning * WARPGROUP)
             self.sync_scanning()
             work = work_of(args, cta - self.preparing_ctas(size), D // ROWS)
             coord = scan_coord(args, work, ROWS, shared, thread % WARPGROUP, group - 1)
@@ -263,15 +205,14 @@ class PrefillOverlapped:
             )
             if group == 1:
                 cute.arch.setmaxregister_increase(MMA_REGISTERS)
-                self.mma(args, coord)
+                self.mainloop.scan(args, coord)
             else:
                 if group == 0:
                     cute.arch.setmaxregister_decrease(COPY_REGISTERS)
                 if thread < WarpRole.STORE * WARP:
-                    self.copies.load(args, coord, has_values, no_wait, copies_tiles=False)
+                    self.copies.load(args, coord)
                 elif thread < LOAD_THREADS + self.store_threads:
-                    store_coord = coord._replace(thread=thread - LOAD_THREADS)
-                    self.copies.store(args, store_coord, self.store_threads, False, no_wait)
+                    self.copies.store(args, coord._replace(thread=thread - LOAD_THREADS))
                 elif thread // WARP == self.tile_warp:
                     self.copy_tiles(args, coord)
 
@@ -279,7 +220,7 @@ class PrefillOverlapped:
     def take_role(self, args, shared, thread):
         """The CTA's number in the order in which CTAs start."""
         if thread == 0:
-            number = ptx.atomic_increment(counter_at(args, CTA_QUEUE))
+            number = ptx.atomic_increment(layout.counter_at(args, CTA_QUEUE))
             ptx.store_shared(shared + self.role, Uint32(number))
         cute.arch.sync_threads()
         return Int32(ptx.load_shared(shared + self.role))
@@ -305,11 +246,6 @@ class PrefillOverlapped:
         missing = 2 * size.chunk_slots * self.missing_a_chunk(size) // 64
         return cutlass.min((self.items(size) if self.channel else missing) // (groups + 1), 1) - 1
 
-    def end_item(self, size, group):
-        """A warpgroup of a scanning CTA takes further items while its last one is below."""
-        prepares_on = (group >= self.scanning) & (self.missing_a_chunk(size) > 0)
-        return Int32(select_(prepares_on, self.items(size), self.before_scan(size)))
-
     @cute.jit
     def prepare_items(self, args, shared, thread, group, cta, scans):
         """A warpgroup's items. One is counted when the next one's inputs have come."""
@@ -317,102 +253,68 @@ class PrefillOverlapped:
         terms_at = shared + Int32(
             select_(group < PREPARING - 1, group * self.terms.shared, Int32(self.last_terms))
         )
-        words_at = shared + self.words + group * WORDS_BYTES
+        worker = QueueWorker(self.channel, shared + self.words + group * WORDS_BYTES)
         first_queued = self.preparing_ctas(size) * PREPARING
         if thread == 0:
-            end = select_(scans, self.end_item(size, group), self.items(size))
-            ptx.store_shared(words_at + END_ITEM, Uint32(end))
-            ptx.store_shared(words_at + QUEUED_FROM, Uint32(first_queued))
+            prepares_on = (group >= self.scanning) & (self.missing_a_chunk(size) > 0)
+            end = Int32(select_(prepares_on, self.items(size), self.before_scan(size)))
+            end = select_(scans, end, self.items(size))
+            worker.store(END_ITEM, end)
+            worker.store(QUEUED_FROM, first_queued)
             first = cta * PREPARING + group
             if scans:
-                first = self.worker.take_item(args, words_at, Int32(-1))
-            ptx.store_shared(words_at + LAST_SLOT, Uint32(NONE))
-            ptx.store_shared(words_at + NEXT_ITEM, Uint32(first))
-            ptx.store_shared(words_at + SCANNED_THEN, Uint32(0))
-            ptx.store_shared(words_at + MAY_WAIT, Uint32(1))
+                first = worker.take_item(args, Int32(-1))
+            worker.store(LAST_SLOT, NONE)
+            worker.store(NEXT_ITEM, first)
+            worker.store(SCANNED_THEN, 0)
+            worker.store(MAY_WAIT, 1)
         cute.arch.sync_threads()
-        item = Int32(ptx.load_shared(words_at + NEXT_ITEM))
+        item = worker.load(NEXT_ITEM)
         while item < self.items(size):
-            self.stay_close(args, words_at, thread, item)
+            self.stay_close(args, worker, thread, item)
             hv = item % size.chunk_blocks * size.block_heads
             slot = item // size.chunk_blocks
-            sequence, number, tokens = find_chunk(args, slot, lane)
+            sequence, number, tokens = layout.find_chunk(args, slot, lane)
             # Later sub-chunks have more work: the warp that has them changes from item to item.
             subchunk = (thread // WARP + item) % 4
-            coord = QueueCoord(
-                sequence,
-                hv,
-                slot,
-                number,
-                tokens,
-                terms_at,
-                thread,
-                lane,
-                subchunk,
-                lane // 4,
-                lane % 4,
-                words_at,
+            coord = layout.chunk_coord(
+                sequence, hv, slot, number, tokens, terms_at, thread, subchunk
             )
-            self.terms.prepare(args, coord, self.worker)
+            self.terms.prepare(args, coord, worker)
             if thread == 0:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
-                ptx.store_shared(words_at + LAST_SLOT, Uint32(slot))
-            self.worker.sync(coord)
+                worker.store(LAST_SLOT, slot)
+            worker.sync()
             # Opaque: the item is computed again, which spares a register.
             coord = coord._replace(slot=ptx.opaque(slot), hv=ptx.opaque(hv))
-            item = self.worker.item_of(args, coord)
+            item = worker.item_of(args, coord)
             if (item < first_queued) & (thread == 0):  # heads start with these
-                self.publish_last(args, words_at)
-            item = Int32(ptx.load_shared(words_at + NEXT_ITEM))
+                worker.publish_last(args)
+            item = worker.load(NEXT_ITEM)
         if thread == 0:
-            self.publish_last(args, words_at)
+            worker.publish_last(args)
 
     @cute.jit
-    def stay_close(self, args, words_at, thread, item):
+    def stay_close(self, args, worker, thread, item):
         """Wait for scans far behind: items prepared too early leave the L2 before they are read."""
         size = args.size
         first = PREPARING * self.preparing_ctas(size) + self.lead * size.chunk_blocks
         expected = (item - first) // size.chunk_blocks * self.scanning_ctas(size)
-        is_ahead = Int32(ptx.load_shared(words_at + SCANNED_THEN)) < expected
-        if is_ahead & (ptx.load_shared(words_at + MAY_WAIT) != 0):
+        is_ahead = worker.load(SCANNED_THEN) < expected
+        if is_ahead & (worker.load(MAY_WAIT) != 0):
             looks = Int32(0)
             if thread == 0:
-                self.publish_last(args, words_at)
+                worker.publish_last(args)
                 while (looks < MAX_LOOKS) & (
-                    ptx.load_relaxed(counter_at(args, SCANNED)) < expected
+                    ptx.load_relaxed(layout.counter_at(args, SCANNED)) < expected
                 ):
                     ptx.nanosleep(LOOK_NS)
                     looks += 1
-            NamedBarrier.PREPARE.sync(WARPGROUP, warpgroup_of(words_at))
+            worker.sync()
             if looks == MAX_LOOKS:
-                ptx.store_shared(words_at + MAY_WAIT, Uint32(0))
-
-    def publish_last(self, args, words_at):
-        """Thread 0: count the last item as soon as it is prepared."""
-        cute.arch.cp_async_bulk_wait_group(0, read=False)
-        self.worker.publish(args, words_at)
+                worker.store(MAY_WAIT, 0)
 
     # ---------------------------------------------------------------------------- scanning
-
-    @cute.jit
-    def mma(self, args, coord):
-        """The MMA warpgroup."""
-        products = self.mainloop.products
-        right, frag = products.right_operands(coord), products.make_fragments()
-        rows = state_coord(coord.v_row, coord.thread)
-        load_initial_state(args, coord.work, self.state_dtype, D, rows, frag.state)
-        checkpoint = Int32(0)
-        if cutlass.const_expr(self.checkpoints):
-            checkpoint = self.mainloop.store_checkpoints(
-                frag, args, coord, Float32(1), coord.first_chunk
-            )
-        state_scale = self.mainloop.run(frag, right, args, coord, checkpoint)
-        # Opaque: addresses are computed again, where the mainloop has no registers to keep them.
-        rows = state_coord(coord.v_row, ptx.opaque(coord.thread))
-        last = is_last(args, coord.work)
-        store_final_state(
-            args, coord.work, self.state_dtype, D, rows, last, frag.state, state_scale
-        )
 
     @cute.jit
     def copy_tiles(self, args, coord):
@@ -420,32 +322,21 @@ class PrefillOverlapped:
         lane, prepared = coord.thread % WARP, coord.first_chunk
         for c in cutlass.range(coord.first_chunk, coord.end_chunk, 1, unroll=1):
             slot = coord.work.sequence.first_slot + c
-            stage, phase = self.stages.early.locate(c - coord.first_chunk)
+            stage, phase = self.stages.ring.locate(c - coord.first_chunk)
             while c >= prepared:
                 prepared = c + self.chunks_prepared(args, coord, slot + lane, c + lane)
-            self.start_part("early", args, coord, slot, c, stage, phase)
-            self.start_part("late", args, coord, slot, c, stage, phase)
+            for part in ("early", "late"):
+                self.copies.start_part(part, args, coord, c, stage, phase, lane == 0)
             if lane == 0:
-                ptx.increment(counter_at(args, SCANNED))
+                ptx.increment(layout.counter_at(args, SCANNED))
 
     @cute.jit
     def chunks_prepared(self, args, coord, slot, c):
         """Number of leading chunks already prepared; one chunk per lane."""
         heads = Int32(0)
         if c < coord.end_chunk:
-            heads = ptx.load_acquire(prepared_at(args, slot))
+            heads = ptx.load_acquire(layout.prepared_at(args, slot))
         missing = Uint32(cute.arch.vote_ballot_sync(heads < args.size.chunk_blocks))
         cute.arch.sync_warp()
         cute.arch.fence_proxy("async.global")
         return Int32(ptx.lowest_bit(missing))
-
-    @cute.jit
-    def start_part(self, part, args, coord, slot, c, stage, phase):
-        ring = self.stages.early if part == "early" else self.stages.late
-        ring.producer_acquire(coord.shared, stage, phase)
-        if coord.thread % WARP == 0:
-            self.copies.start_copies(part, ring, args, coord, slot, c, stage, Int32(CHUNK))
-
-
-def no_wait():
-    """Everything of earlier kernels is there, and tiles have counters."""

@@ -7,26 +7,19 @@ docs/kernels/prefill.md has the algebra, terms_gdn.py and terms_kda.py the order
 kernel also ranks sequences for the scan.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Int32
 from cutlass.cutlass_dsl import select_
 
-from ..device import hopper, levels, ptx
-from ..device.args import DTYPES, Args
+from ..device import hopper, ptx
+from ..device.args import DTYPES
 from ..device.hopper import WARP, WARPGROUP
-from .layout import (
-    ARGUMENTS,
-    ChunkCoord,
-    Pointers,
-    Sizes,
-    Strides,
-    find_sequence,
-    load_chunk,
-    rank_sequence,
-)
+from .kernel import PrefillKernel
+from .layout import chunk_coord, find_sequence, load_chunk, rank_sequence
+from .terms import Worker
 from .terms_gdn import GdnTerms
 from .terms_kda import KdaTerms
 
@@ -34,71 +27,32 @@ SHARED_BY_TWO = 80 * 1024
 """Bytes of shared memory that leave an SM room for two CTAs, not three."""
 
 
-@dataclass(frozen=True)
-class CtaWorker:
-    """A CTA that prepares one chunk: the Worker of terms.py without a next chunk."""
-
-    def sync(self, coord):
-        cute.arch.sync_threads()
-
-    def inputs_loaded(self, coord):
-        self.sync(coord)
-
-    def chunk_begun(self, args, coord, spare):
-        pass
-
-    def operands_read(self, args, coord):
-        self.sync(coord)
-
-    def store_ahead(self, args, ahead):
-        pass
-
-
-class PrefillPrepare:
-    """Static facts of a variant; `compile.py` compiles __call__ for symbolic everything else.
-
-    windows: store a bound of each chunk's transition, for segments that start in a window.
-    """
-
-    arguments = ARGUMENTS
+class PrefillPrepare(PrefillKernel):
+    """windows: store a bound of each chunk's transition, for segments that start in a window."""
 
     def __init__(
-        self,
-        axis: str,
-        K: int,
-        dtype: str,
-        g_dtype: str,
-        gate: str,
-        qk_l2norm: bool,
-        windows: bool,
+        self, axis: str, K: int, dtype: str, g_dtype: str, gate: str, qk_l2norm: bool, windows: bool
     ):
         self.channel = axis == "channel"
         terms = KdaTerms if self.channel else GdnTerms
         self.terms = terms(K, DTYPES[dtype], DTYPES[g_dtype], gate, qk_l2norm, windows)
+        self.threads, self.shared = WARPGROUP, self.terms.shared
+        self.options = dict(min_blocks_per_mp=3, preferred_smem_carveout=100)
 
-    @cute.jit
-    def __call__(
-        self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream
-    ):
-        ctas, sms, shared = size.chunk_blocks * size.chunk_slots, size.sms, self.terms.shared
-        # Two CTAs an SM are faster than three where that makes one or two full rounds: three would
-        # leave other SMs with one.
+    def ctas(self, args):
+        return args.size.chunk_blocks * args.size.chunk_slots
+
+    def launch_shared(self, args):
+        """Two CTAs an SM are faster than three where that makes one or two full rounds: three would
+        leave other SMs with one."""
+        ctas, sms, shared = self.ctas(args), args.size.sms, self.shared
         paired = (ctas <= 2 * sms) | ((ctas > 3 * sms) & (ctas <= 4 * sms))
-        self.kernel(ptr, scale, bound, stride, size).launch(
-            grid=(ctas, 1, 1),
-            block=(WARPGROUP, 1, 1),
-            smem=Int32(select_(paired, Int32(max(shared, SHARED_BY_TWO)), Int32(shared))),
-            stream=stream,
-            use_pdl=levels.current().pdl,
-            min_blocks_per_mp=3,
-            preferred_smem_carveout=100,
-        )
+        return Int32(select_(paired, Int32(max(shared, SHARED_BY_TWO)), Int32(shared)))
 
     @cute.kernel
-    def kernel(self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes):
-        thread, _, _ = cute.arch.thread_idx()
-        cta, _, _ = cute.arch.block_idx()
-        args = Args(ptr, scale, bound, stride, size)
+    def kernel(self, args: NamedTuple):
+        thread, cta = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
+        size = args.size
         # The last chunks first: the scan starts with the first ones, then still in L2.
         i, slot = cta % size.chunk_blocks, size.chunk_slots - 1 - cta // size.chunk_blocks
         shared = hopper.shared_base(128)
@@ -111,11 +65,10 @@ class PrefillPrepare:
         # Later sub-chunks have more work: their warps change from CTA to CTA, to load the SM's
         # schedulers equally.
         subchunk = (thread // WARP + cta) % 4
-        head = i * size.block_heads
-        thread_coord = thread, lane, subchunk, lane // 4, lane % 4
-        coord = ChunkCoord(sequence, head, slot, chunk, tokens, shared, *thread_coord)
+        hv = i * size.block_heads
+        coord = chunk_coord(sequence, hv, slot, chunk, tokens, shared, thread, subchunk)
         if tokens > 0:
-            self.terms.prepare(args, coord, CtaWorker())
+            self.terms.prepare(args, coord, Worker())
             if thread == 0:
                 ptx.wait_for_bulk_stores()
         if cutlass.const_expr(self.channel):

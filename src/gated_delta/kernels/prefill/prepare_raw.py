@@ -11,34 +11,19 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Uint32
+from cutlass import BFloat16, Int32, Uint32
 from cutlass.cute.arch import shuffle_sync
 from cutlass.cutlass_dsl import select_
 
 from ..device import hopper, ptx
 from ..device.args import DTYPES
 from ..device.hopper import WARP, WARPGROUP, NamedBarrier
+from . import layout
 from .arguments import CHUNK, CTA_QUEUE
 from .inputs_kda import RawInputs
-from .layout import (
-    ARGUMENTS,
-    ChunkCoord,
-    D,
-    Pointers,
-    Sequence,
-    Sizes,
-    Strides,
-    counter_at,
-    find_sequence,
-    load_chunk,
-    load_sequence,
-    load_state_index,
-    num_chunks,
-    prepared_at,
-    rank_sequence,
-    tma_row,
-)
-from .terms import NO_ITEM
+from .kernel import PrefillKernel
+from .layout import D
+from .terms import NO_ITEM, PersistentWorker
 from .terms_kda import KdaTerms
 
 GROUPS = 3
@@ -68,11 +53,9 @@ class NextChunk(NamedTuple):
 
 NEXT_CHUNK_BYTES = 32
 
-RawCoord = NamedTuple("RawCoord", [*ChunkCoord.__annotations__.items(), ("iteration", Int32)])
-
 
 @dataclass(frozen=True)
-class RawWorker:
+class RawWorker(PersistentWorker):
     """A persistent warpgroup: the Worker of terms.py that loads its next chunk ahead.
 
     next_chunk: offset of a NextChunk in the warpgroup's shared memory. group: its number.
@@ -82,15 +65,8 @@ class RawWorker:
     next_chunk: int
     group: Int32
 
-    def sync(self, coord):
+    def sync(self):
         NamedBarrier.PREPARE.sync(WARPGROUP, self.group)
-
-    @cute.jit
-    def inputs_loaded(self, coord):
-        # The last chunk's stores have long arrived: the wait takes no time.
-        if coord.thread == 0:
-            cute.arch.cp_async_bulk_wait_group(0, read=False)
-        self.sync(coord)
 
     @cute.jit
     def chunk_begun(self, args, coord, spare):
@@ -105,9 +81,11 @@ class RawWorker:
 
     def operands_read(self, args, coord):
         """Start the copies of the next chunk's tokens, load its beta and the gate's parameters."""
-        self.sync(coord)
+        self.sync()
         self.start_load_tokens(args, coord.shared, coord.subchunk == 1)
-        return self.inputs.load_ahead(args, self.next_coord(coord.shared, coord.thread))
+        return self.inputs.load_ahead(
+            args, self.coord_of(self.load_next(coord.shared), coord.shared, coord.thread)
+        )
 
     def store_ahead(self, args, ahead):
         self.inputs.store_ahead(args, ahead)
@@ -118,17 +96,12 @@ class RawWorker:
         words = [ptx.load_shared_x4(shared + self.next_chunk + 16 * i) for i in range(2)]
         return NextChunk(*(Int32(x) for x in words[0] + words[1]))
 
-    def next_coord(self, shared, thread):
-        return self.coord_of(self.load_next(shared), shared, thread)
-
     def coord_of(self, chunk, shared, thread):
-        lane = thread % WARP
-        sequence = Sequence(chunk.n, chunk.token, chunk.tokens, Int32(0))
+        sequence = layout.Sequence(chunk.n, chunk.token, chunk.tokens, Int32(0))
         # Later sub-chunks have more work: their warps change from chunk to chunk.
         subchunk = (thread // WARP + chunk.slot) % 4
         head_chunk = sequence, chunk.hv, chunk.slot, Int32(0), chunk.tokens
-        lane_coord = thread, lane, subchunk, lane // 4, lane % 4
-        return RawCoord(*head_chunk, shared, *lane_coord, chunk.iteration)
+        return layout.chunk_coord(*head_chunk, shared, thread, subchunk, chunk.iteration)
 
     @cute.jit
     def find_next(self, args, shared, lane, item, iteration, last_slot):
@@ -144,8 +117,10 @@ class RawWorker:
                 # The last chunks first: the scan starts with the first, which are then in L2.
                 hv = item % size.chunk_blocks
                 slot = size.chunk_slots - 1 - item // size.chunk_blocks
-                sequence, chunk, tokens = load_chunk(args, find_sequence(args, slot, lane), slot)
-                n, token = tma_row(args, sequence), sequence.start + chunk * CHUNK
+                sequence, chunk, tokens = layout.load_chunk(
+                    args, layout.find_sequence(args, slot, lane), slot
+                )
+                n, token = layout.tma_row(args, sequence), sequence.start + chunk * CHUNK
                 if tokens <= 0:
                     item = self.next_item(size, item)
         words = [Uint32(x) for x in (n, token, tokens, hv, slot, item, iteration, last_slot)]
@@ -193,9 +168,9 @@ def find_chunk_in_order(args, item, lane):
     maps, the first token and the number of tokens: 0 past the last chunk.
     """
     size = args.size
-    sequence = load_sequence(args, cutlass.min(lane, size.N - 1))
-    active = (lane < size.N) & (load_state_index(args, sequence.n) > size.null_index)
-    chunks = Int32(select_(active, num_chunks(sequence.tokens), 0))
+    sequence = layout.load_sequence(args, cutlass.min(lane, size.N - 1))
+    active = (lane < size.N) & (layout.load_state_index(args, sequence.n) > size.null_index)
+    chunks = Int32(select_(active, layout.num_chunks(sequence.tokens), 0))
     number, c = Int32(Uint32(item) // Uint32(size.chunk_blocks)), Int32(0)
     left, longer = number, Uint32(cute.arch.vote_ballot_sync(chunks > 0))
     while (longer != 0) & (left >= cute.arch.popc(longer)):
@@ -206,17 +181,17 @@ def find_chunk_in_order(args, item, lane):
     earlier = cute.arch.popc(longer & ((Uint32(1) << Uint32(lane)) - 1))
     owner = Uint32(cute.arch.vote_ballot_sync((chunks > c) & (earlier == left)))
     n = ptx.lowest_bit(owner) % 32
-    sequence = Sequence(Int32(n), *(shuffle_sync(x, offset=n) for x in sequence[1:]))
+    sequence = layout.Sequence(Int32(n), *(shuffle_sync(x, offset=n) for x in sequence[1:]))
     tokens = Int32(select_(owner != 0, cutlass.min(sequence.tokens - c * CHUNK, CHUNK), 0))
     hv, slot = item - number * size.chunk_blocks, sequence.first_slot + c
-    return hv, slot, tma_row(args, sequence), sequence.start + c * CHUNK, tokens
+    return hv, slot, layout.tma_row(args, sequence), sequence.start + c * CHUNK, tokens
 
 
 @cute.jit
 def count_prepared(args, slot, condition):
     """Count a slot's head as prepared, for the CTAs that scan."""
     if condition & (args.size.scanning > 0) & (slot >= 0):
-        ptx.release_increment(prepared_at(args, slot))
+        ptx.release_increment(layout.prepared_at(args, slot))
 
 
 def num_ctas(size):
@@ -229,53 +204,28 @@ def second_round_end(size):
     return GROUPS * (num_ctas(size) + size.sms - size.scanning)
 
 
-class PrefillPrepareRaw:
-    """Static facts of a variant; `compile.py` compiles __call__ for symbolic everything else."""
-
-    arguments = ARGUMENTS
-
+class PrefillPrepareRaw(PrefillKernel):
     def __init__(self, g_dtype: str, gate: str, qk_l2norm: bool):
         self.terms = KdaTerms(D, BFloat16, DTYPES[g_dtype], gate, qk_l2norm, raw=True)
         self.next_chunk = self.terms.smem.add(NEXT_CHUNK_BYTES, 16)
-        self.shared = -(-self.terms.shared // BOX_ALIGNMENT) * BOX_ALIGNMENT  # per warpgroup
+        self.group_shared = -(-self.terms.shared // BOX_ALIGNMENT) * BOX_ALIGNMENT
+        self.threads, self.shared = GROUPS * WARPGROUP, GROUPS * self.group_shared
+        self.boxes = dict.fromkeys("qkg", self.terms.inputs.box)
+        self.options = dict(min_blocks_per_mp=1, preferred_smem_carveout=100)
 
-    @cute.jit
-    def __call__(
-        self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream
-    ):
-        boxes = dict.fromkeys("qkg", self.terms.inputs.box)
-        maps = hopper.make_maps(ptr, stride, size, boxes, D, split=True)
-        self.kernel(ptr, scale, bound, stride, size, maps).launch(
-            grid=(num_ctas(size), 1, 1),
-            block=(GROUPS * WARPGROUP, 1, 1),
-            smem=GROUPS * self.shared,
-            stream=stream,
-            use_pdl=True,
-            min_blocks_per_mp=1,
-            preferred_smem_carveout=100,
-        )
+    def ctas(self, args):
+        return num_ctas(args.size)
 
     @cute.kernel
-    def kernel(
-        self,
-        ptr: Pointers,
-        scale: Float32,
-        bound: Float32,
-        stride: Strides,
-        size: Sizes,
-        maps: NamedTuple,
-    ):
-        thread, _, _ = cute.arch.thread_idx()
-        cta, _, _ = cute.arch.block_idx()
-        args = hopper.TmaArgs(ptr, scale, bound, stride, size, maps)
+    def kernel(self, args: NamedTuple):
+        thread, cta = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
+        size = args.size
         group, lane, in_group = thread // WARPGROUP, thread % WARP, thread % WARPGROUP
-        inputs, shared = self.terms.inputs, hopper.shared_base() + group * self.shared
-        if in_group == 0:
-            self.terms.inputs.ring.init(shared)
-            hopper.fence_mbarrier_init()
+        inputs, shared = self.terms.inputs, hopper.shared_base() + group * self.group_shared
+        hopper.init_rings((inputs.ring,), shared, in_group)
         hopper.wait_for_previous_kernel()
         clears = (cta == 0) & (thread == 0) & (size.scanning == 0)
-        ptx.store_words(counter_at(args, CTA_QUEUE), [Uint32(0)], clears)
+        ptx.store_words(layout.counter_at(args, CTA_QUEUE), [Uint32(0)], clears)
         worker = RawWorker(inputs, self.next_chunk, group)
         if in_group // WARP == 0:
             worker.find_next(args, shared, lane, Int32(-1), Int32(0), Int32(-1))
@@ -294,6 +244,6 @@ class PrefillPrepareRaw:
             if ((chunk.tokens <= 0) | is_early) & (in_group == 0):
                 cute.arch.cp_async_bulk_wait_group(0, read=False)
                 count_prepared(args, chunk.last_slot, True)
-        if (ptr.sequence_order != 0) & (thread < WARP) & (size.scanning == 0):
+        if (args.ptr.sequence_order != 0) & (thread < WARP) & (size.scanning == 0):
             for n in cutlass.range(cta, size.N, num_ctas(size), unroll=1):
-                rank_sequence(args, n, thread)
+                layout.rank_sequence(args, n, thread)

@@ -13,7 +13,7 @@ from ..device import hopper, ptx
 from ..device.hopper import WARP
 from .arguments import CHUNK, TILE_BYTES, TRIANGLE_BYTES
 from .layout import SQUARE, TILE, D, triangle_offset, triangle_panel
-from .state import Fragments, make_fragments, product_mma, update_mma
+from .state import Fragments, Operands, make_fragments, right_operands
 
 
 class Wgmma:
@@ -21,36 +21,24 @@ class Wgmma:
 
     asynchronous = True
 
-    def __init__(self, stages, channel):
-        self.stages, self.channel = stages, channel
+    def __init__(self, stages):
+        self.stages, self.channel = stages, stages.channel
 
     def make_fragments(self):
         return make_fragments(Float32)
 
-    def mma(self, name):
-        return update_mma() if name == "k_update" else product_mma(Float32)
-
     def right_operands(self, coord):
-        """Right operands by name, [N, K, stage] of wgmma's N and K."""
-        stages, shared = self.stages, coord.shared
-        tiles = ("k", "q", "k_restored") if self.channel else ("k", "q")
-        tensors = {
-            name: (TILE if name in tiles else SQUARE).tensor(
-                shared + getattr(stages, name), stages.stages_of(name)
-            )
-            for name in ("k", "q", "tinv", "aqk", *tiles[2:])
-        }
-        k_update = tensors.pop("k_restored") if self.channel else tensors["k"]
-        transposed = cute.select(k_update.layout, [1, 0, 2])
-        tensors["k_update"] = cute.make_tensor(k_update.iterator, transposed)
-        right = {}
-        for name, x in tensors.items():
-            mma = self.mma(name).get_slice(coord.thread)
-            right[name] = mma.make_fragment_B(mma.partition_B(x))
-        return right
+        tensors = {}
+        for name in ("k", "q", "tinv", "aqk", *(["k_restored"] if self.channel else [])):
+            tile = SQUARE if name in ("tinv", "aqk") else TILE
+            at = coord.shared + getattr(self.stages, name)
+            tensors[name] = tile.tensor(at, self.stages.stages_of(name))
+        tensors["k_update"] = tensors.pop("k_restored", tensors["k"])
+        return right_operands(coord.thread, Float32, **tensors)
 
     def start(self, accumulator, left, name, right, stage, accumulate):
-        hopper.start_mma(self.mma(name), accumulator, left, right[name], stage, accumulate)
+        major = hopper.MAJOR.MN if name == "k_update" else hopper.MAJOR.K
+        hopper.start_mma(accumulator, left, getattr(right, name), stage, accumulate, major)
 
     def wait(self, pending):
         """Wait until at most so many products, the last ones, are incomplete."""
@@ -62,8 +50,8 @@ class MmaSync:
 
     asynchronous = False
 
-    def __init__(self, stages, channel):
-        self.stages, self.channel = stages, channel
+    def __init__(self, stages):
+        self.stages, self.channel = stages, stages.channel
 
     def make_fragments(self):
         state, s_k, o = (cute.make_rmem_tensor((n // 2,), Float32) for n in (D, CHUNK, CHUNK))
@@ -71,14 +59,14 @@ class MmaSync:
         return Fragments(state, s_k, o, *operands)
 
     def right_operands(self, coord):
-        """By name, the lane's address in ldmatrix of a 16 x 16 block: of N and K rows in memory,
-        and of the update's K and N."""
+        """The lane's address in ldmatrix of a 16 x 16 block: of N and K rows in memory, and of the
+        update's K and N."""
         lane, shared, stages = coord.thread % WARP, coord.shared, self.stages
         matrix = lane // 8
         n_row, n_vector = matrix // 2 * 8 + lane % 8, matrix % 2
         k_row, k_vector = matrix % 2 * 8 + lane % 8, matrix // 2
         update = stages.k_restored if self.channel else stages.k
-        return dict(
+        return Operands(
             k=shared + stages.k + TILE.offset(n_row, n_vector),
             q=shared + stages.q + TILE.offset(n_row, n_vector),
             tinv=shared + stages.tinv + triangle_offset(n_row, n_vector),
@@ -90,7 +78,9 @@ class MmaSync:
         words = cute.recast_tensor(left, Uint32)
         a = [words[i] for i in range(cute.size(words))]
         triangle = name in ("tinv", "aqk")
-        base = ptx.opaque(right[name] + stage * (TRIANGLE_BYTES if triangle else TILE_BYTES))
+        base = ptx.opaque(
+            getattr(right, name) + stage * (TRIANGLE_BYTES if triangle else TILE_BYTES)
+        )
         load = ptx.ldmatrix_x4_trans if name == "k_update" else ptx.ldmatrix_x4
         for n in range(0, cute.size(accumulator) * 2, 16):
             at = [range((n // 8 + j) * 4, (n // 8 + j) * 4 + 4) for j in range(2)]

@@ -15,22 +15,15 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from ..device import hopper, ptx
-from ..device.args import DTYPES, Args
+from ..device.args import DTYPES
 from ..device.hopper import WARPGROUP
 from .arguments import CHUNK
-from .layout import ARGUMENTS, D, Pointers, Sizes, Strides, init_shared
+from .kernel import PrefillKernel
+from .layout import D, init_shared
 from .mainloop_fp32 import MainloopFp32
-from .segments import add_window, in_place, is_last, scan_coord
+from .segments import add_window, in_place, scan_coord
 from .stages import LOAD_THREADS, make_stages
-from .state import (
-    load_initial_state,
-    load_rows,
-    prefetch_initial_state,
-    segment_state_offset,
-    state_coord,
-    store_final_state,
-    without_checkpoints,
-)
+from .state import load_rows, prefetch_initial_state, segment_state_at, state_coord
 from .tiles import TileCopies, has_values
 from .work import work_of
 
@@ -46,16 +39,12 @@ class WarpRole(enum.IntEnum):
     MMA = 4
 
 
-class PrefillScan:
-    """Static facts of a variant; `compile.py` compiles __call__ for symbolic everything else.
-
-    windows: whether segments may start from zeros, a window of chunks early, where gates forget;
+class PrefillScan(PrefillKernel):
+    """windows: whether segments may start from zeros, a window of chunks early, where gates forget;
     else from the state that state passing leaves. checkpoints: whether it stores states between
     chunks, where a call asks for them. deterministic: whether a chunk's bits follow from its state
     and tokens alone: docs/kernels/prefill.md, "What bits depend on".
     """
-
-    arguments = ARGUMENTS
 
     def __init__(
         self,
@@ -69,52 +58,29 @@ class PrefillScan:
         deterministic: bool = False,
         stages: int = 3,
     ):
-        self.K, self.V, self.v_tiles = K, V, V // ROWS
-        self.windows, self.checkpoints = windows, checkpoints
-        self.state_dtype = DTYPES[state_dtype]
+        self.windows, self.checkpoints, self.v_tiles = windows, checkpoints, V // ROWS
+        self.state_bytes = V * K * DTYPES[state_dtype].width // 8
         channel, self.threads = axis == "channel", 2 * WARPGROUP
         smem = hopper.SharedMemory()
-        self.stages = make_stages(smem, channel, ROWS, stages, STORE_THREADS)
+        self.stages = make_stages(smem, channel, ROWS, stages, STORE_THREADS, deterministic)
         self.shared = smem.size
-        self.copies = TileCopies(
-            self.stages,
-            channel,
-            DTYPES[dtype],
-            ROWS,
-            self.v_tiles,
-            pass_registers=True,
-            absmax=not deterministic,
-            prefetch=not channel,  # KDA's scan is bound by its bytes, and loses by it
-        )
+        # KDA's scan is bound by its bytes, and loses by a prefetch.
+        self.copies = TileCopies(self.stages, DTYPES[dtype], self.v_tiles, not channel, windows)
         self.mainloop = MainloopFp32(
             self.stages,
-            channel,
             K,
             DTYPES[dtype],
-            self.state_dtype,
-            mma_groups=1,
-            load_absmax=not deterministic,
+            DTYPES[state_dtype],
             deterministic=deterministic,
             checkpoints=checkpoints,
         )
 
-    @cute.jit
-    def __call__(
-        self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream
-    ):
-        ctas = self.v_tiles * size.HV * size.N * size.segments
-        if cutlass.const_expr(not self.checkpoints):
-            ptr, stride, size = (without_checkpoints(x) for x in (ptr, stride, size))
-        kernel = self.kernel(ptr, scale, bound, stride, size)
-        hopper.launch(kernel, ctas, self.threads, self.shared, stream)
+    def ctas(self, args):
+        return self.v_tiles * args.size.HV * args.size.N * args.size.segments
 
     @cute.kernel
-    def kernel(
-        self, ptr: NamedTuple, scale: Float32, bound: Float32, stride: NamedTuple, size: NamedTuple
-    ):
-        thread, _, _ = cute.arch.thread_idx()
-        cta, _, _ = cute.arch.block_idx()
-        args = Args(ptr, scale, bound, stride, size)
+    def kernel(self, args: NamedTuple):
+        thread, cta = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
         stages = self.stages
         shared = init_shared(stages.rings, stages.tinv, 2 * stages.count, thread, self.threads)
         if args.ptr.sequence_order != 0:
@@ -133,18 +99,14 @@ class PrefillScan:
             hopper.wait_for_previous_kernel()
             coord = add_window(args, coord)
         if cutlass.const_expr(hinted):
-            coord = coord._replace(
-                first_chunk=hopper.warp_uniform(coord.first_chunk),
-                end_chunk=hopper.warp_uniform(coord.end_chunk),
-            )
+            first, end = (hopper.warp_uniform(x) for x in (coord.first_chunk, coord.end_chunk))
+            coord = coord._replace(first_chunk=first, end_chunk=end)
         if group >= 0:
-            self.mma(args, coord)
+            self.mainloop.scan(args, coord, self.windows, self.load_state)
         elif thread < WarpRole.STORE * hopper.WARP:
-            self.copies.load(args, coord, has_values, hopper.wait_for_previous_kernel)
+            self.copies.load(args, coord)
         else:
-            store_coord = coord._replace(thread=thread - LOAD_THREADS)
-            wait = hopper.wait_for_previous_kernel
-            self.copies.store(args, store_coord, STORE_THREADS, self.windows, wait)
+            self.copies.store(args, coord._replace(thread=thread - LOAD_THREADS))
 
     @cute.jit
     def prefetch(self, args, coord):
@@ -153,32 +115,10 @@ class PrefillScan:
         work = coord.work
         if (coord.group < 0) & (coord.end_chunk > coord.first_chunk):
             if (coord.thread == 0) & (work.segment == 0):
-                size = self.V * self.K * self.state_dtype.width // 8
-                prefetch_initial_state(args, work.state_index, work.hv, size)
+                prefetch_initial_state(args, work.state_index, work.hv, self.state_bytes)
             token = coord.first_chunk * CHUNK - CHUNK + coord.thread
             v_at = self.copies.v_address(args, work, cutlass.max(token, 0), 0)
             ptx.prefetch_l2(v_at, (token >= 0) & has_values(coord, token))
-
-    @cute.jit
-    def mma(self, args, coord):
-        """The MMA warpgroup: a segment, or a sequence."""
-        products = self.mainloop.products
-        right, frag = products.right_operands(coord), products.make_fragments()
-        self.load_state(args, coord, frag.state)
-        hopper.wait_for_previous_kernel()
-        checkpoint = Int32(0)
-        if cutlass.const_expr(self.checkpoints):
-            checkpoint = coord.first_stored
-            # No checkpoint lies in a window.
-            if cutlass.const_expr(not self.windows) or coord.first_chunk == coord.first_stored:
-                checkpoint = self.mainloop.store_checkpoints(
-                    frag, args, coord, Float32(1), coord.first_chunk
-                )
-        state_scale = self.mainloop.run(frag, right, args, coord, checkpoint)
-        rows, last = self.mainloop.state_coord(coord), is_last(args, coord.work)
-        store_final_state(
-            args, coord.work, self.state_dtype, self.K, rows, last, frag.state, state_scale
-        )
 
     @cute.jit
     def load_state(self, args, coord, state):
@@ -189,7 +129,8 @@ class PrefillScan:
         work, rows = coord.work, state_coord(coord.v_row, coord.thread)
         if (args.size.segments > 1) & ((work.segment > 0) | in_place(args)):
             hopper.wait_for_previous_kernel()
-            at = args.ptr.segment_states + segment_state_offset(args, work, D)
+            at = segment_state_at(args, work)
             load_rows(at, Float32, D, rows, Int32(coord.first_chunk == coord.first_stored), state)
         else:
-            load_initial_state(args, work, self.state_dtype, self.K, rows, state)
+            self.mainloop.states.load_initial(args, work, rows, state)
+        hopper.wait_for_previous_kernel()

@@ -25,10 +25,10 @@ from ..device import hopper, ptx
 from ..device.args import DTYPES, offset, qk_head
 from . import layout
 from .arguments import CHUNK, RAW_SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES
-from .inputs_kda import KdaGate
-from .layout import LOG2_E, MIN_LOG_DECAY, SQUARE, SUBCHUNK, D
-from .mainloop_fp16 import BOX_BYTES, VALUES, MainloopFp16, Regions, store_zeros
-from .state import without_checkpoints
+from .inputs_kda import KdaGate, add_scaled
+from .kernel import PrefillKernel
+from .layout import LOG2_E, MIN_LOG_DECAY, RAW_STAGE_BYTES, SQUARE, SUBCHUNK, D
+from .mainloop_fp16 import BOX_BYTES, VALUES, MainloopFp16, Regions, zero_outputs
 from .work import TileScheduler, active_tokens
 
 # Registers of a thread that decays, and of one that multiplies. ptxas serialises the wgmmas of some
@@ -39,7 +39,6 @@ TOKENS_AT_ONCE = 2  # that a warp loads before it stores
 RAW_TILE = hopper.SwizzledTile(CHUNK, D, 64)
 """A chunk's q, k or g, two TMA boxes."""
 BOX = hopper.SwizzledTile(CHUNK, 64, 64)
-SCALES = RAW_SCALE_BYTES + 2 * CHUNK  # of a chunk: as prepare leaves them, and of S k
 
 
 class WarpRole(enum.IntEnum):
@@ -51,11 +50,7 @@ class WarpRole(enum.IntEnum):
     MMA1 = 3
 
 
-class PrefillScanRaw:
-    """Static facts of a variant; `compile.py` compiles __call__ for symbolic everything else."""
-
-    arguments = layout.ARGUMENTS
-
+class PrefillScanRaw(PrefillKernel):
     def __init__(self, g_dtype: str, gate: str, state_dtype: str, checkpoints: bool):
         self.checkpoints, self.threads = checkpoints, len(WarpRole) * hopper.WARPGROUP
         # Either value of split and sync_loads is right; ptxas serialises a variant's wgmmas with
@@ -63,13 +58,14 @@ class PrefillScanRaw:
         more_for_mma = checkpoints and gate != "log"
         self.registers = MORE_FOR_MMA if more_for_mma else REGISTERS
         self.split = checkpoints and state_dtype == "bf16"
+        self.boxes = dict.fromkeys("qkg", BOX) | dict.fromkeys("vo", VALUES)
         self.gate = KdaGate(gate, DTYPES[g_dtype])
         smem = hopper.SharedMemory()
         self.k, self.q, self.k_restored = (smem.add(STAGES * TILE_BYTES, 1024) for _ in range(3))
         v, self.tinv, self.aqk = (
             smem.add(2 * size, 1024) for size in (2 * VALUES.bytes, SQUARE.bytes, SQUARE.bytes)
         )
-        self.scales = smem.add(STAGES * SCALES)
+        self.scales = smem.add(STAGES * RAW_STAGE_BYTES)
         self.tokens = smem.add_ring(STAGES, producers=1, consumers=2 * hopper.WARPGROUP)
         # The decay warpgroup's threads, one for Tinv and Aqk, one of each MMA warpgroup for v.
         self.terms = smem.add_ring(2, producers=hopper.WARPGROUP + 3)
@@ -83,44 +79,19 @@ class PrefillScanRaw:
             self.tokens,
             self.terms,
             Regions(self.tinv, self.aqk, v, self.scales, boxes),
-            SCALES,
-            layout.RAW_SCALE_S_K,
             sync_loads=not more_for_mma,
         )
         self.shared = smem.size
 
-    @cute.jit
-    def __call__(
-        self,
-        ptr: layout.Pointers,
-        scale: Float32,
-        bound: Float32,
-        stride: layout.Strides,
-        size: layout.Sizes,
-        stream,
-    ):
-        ctas = cutlass.min(size.HV * size.N, size.sms)
-        if cutlass.const_expr(not self.checkpoints):
-            ptr, stride, size = (without_checkpoints(x) for x in (ptr, stride, size))
-        boxes = dict.fromkeys("qkg", BOX) | dict.fromkeys("vo", VALUES)
-        maps = hopper.make_maps(ptr, stride, size, boxes, D, self.split)
-        kernel = self.kernel(ptr, scale, bound, stride, size, maps)
-        hopper.launch(kernel, ctas, self.threads, self.shared, stream)
+    def ctas(self, args):
+        return cutlass.min(args.size.HV * args.size.N, args.size.sms)
 
     @cute.kernel
-    def kernel(
-        self,
-        ptr: NamedTuple,
-        scale: Float32,
-        bound: Float32,
-        stride: NamedTuple,
-        size: NamedTuple,
-        maps: NamedTuple,
-    ):
-        thread, _, _ = cute.arch.thread_idx()
-        cta, _, _ = cute.arch.block_idx()
-        args = hopper.TmaArgs(ptr, scale, bound, stride, size, maps)
-        shared = self.start(thread)
+    def kernel(self, args: NamedTuple):
+        thread, cta = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
+        rings = (self.tokens, self.terms, self.scheduler.ring)
+        shared = layout.init_shared(rings, self.tinv, 4, thread, self.threads)
+        cute.arch.sync_threads()
         role = thread // hopper.WARPGROUP
         if role >= WarpRole.MMA0:
             cute.arch.setmaxregister_increase(self.registers[1])
@@ -145,14 +116,6 @@ class PrefillScanRaw:
             if args.size.scanning > 0:
                 hopper.wait_for_previous_kernel()  # the next kernel waits for this one alone
 
-    @cute.jit
-    def start(self, thread):
-        """The CTA's shared memory: mbarriers, and squares with zeros above the diagonal."""
-        rings = (self.tokens, self.terms, self.scheduler.ring)
-        shared = layout.init_shared(rings, self.tinv, 4, thread, self.threads)
-        cute.arch.sync_threads()
-        return shared
-
     # ---------------------------------------------------------------------------- MMA warpgroups
 
     def mma(self, args, work, shared, thread, group):
@@ -174,7 +137,12 @@ class PrefillScanRaw:
             self.start_tokens(args, work, shared, stage, c, number)
         if (c > 0) & (lane == 0):
             before = layout.head_chunk(args, work.sequence.first_slot + c - 1, work.hv)
-            self.start_squares(args, shared, self.terms.stage_of(iteration - 1), before)
+            stage = self.terms.stage_of(iteration - 1)
+            full = self.terms.full_at(shared, stage)
+            self.terms.producer_expect(shared, stage, 2 * TRIANGLE_BYTES)
+            for i, square in enumerate((self.tinv, self.aqk)):
+                triangle_at = args.ptr.tinv_aqk + (before * 2 + i) * TRIANGLE_BYTES
+                layout.load_square(triangle_at, shared + square + stage * SQUARE.bytes, full)
 
     @cute.jit
     def wait_until_prepared(self, args, first_slot, c, chunks, lane):
@@ -203,15 +171,8 @@ class PrefillScanRaw:
                 at = shared + region + stage * TILE_BYTES + column * BOX.bytes
                 hopper.copy_box(tensor_map, BOX, hopper.BoxCoord(n, token, head, column), at, full)
         with cute.arch.elect_one():
-            target = shared + self.scales + stage * SCALES
+            target = shared + self.scales + stage * RAW_STAGE_BYTES
             ptx.bulk_load(target, args.ptr.scales + number * RAW_SCALE_BYTES, RAW_SCALE_BYTES, full)
-
-    def start_squares(self, args, shared, stage, number):
-        full = self.terms.full_at(shared, stage)
-        self.terms.producer_expect(shared, stage, 2 * TRIANGLE_BYTES)
-        for i, square in enumerate((self.tinv, self.aqk)):
-            triangle_at = args.ptr.tinv_aqk + (number * 2 + i) * TRIANGLE_BYTES
-            layout.load_square(triangle_at, shared + square + stage * SQUARE.bytes, full)
 
     # ---------------------------------------------------------------------------- decay warpgroups
 
@@ -239,7 +200,7 @@ class PrefillScanRaw:
                 self.wait_until_empty(shared_at, before + c + 1)
                 self.terms.producer_arrive(shared_at, self.terms.stage_of(before + c))
         if group == WarpRole.DECAY1:
-            store_zeros(args, work, thread)
+            zero_outputs(args, work, thread)
 
     def wait_until_empty(self, shared, iteration):
         """Wait until the MMA warpgroups have released a chunk's stage of tokens."""
@@ -247,17 +208,26 @@ class PrefillScanRaw:
 
     @cute.jit
     def decay_chunk(self, shared, stage, thread, left, gate):
-        """The warp's sub-chunk, and minus |k|, the scale of S k."""
+        """q, k and g of the warp's sub-chunk become right operands of the mainloop's products.
+
+        And minus |k|, the scale of S k.
+        """
         lane, subchunk = thread % 32, thread // 32
         at = shared + stage * TILE_BYTES + lane // 16 * BOX.bytes + subchunk * (SUBCHUNK * 128)
         if left < CHUNK:
             self.clear_tokens(at, lane, left - subchunk * SUBCHUNK)
-        scales = shared + self.scales + stage * SCALES
+        scales = shared + self.scales + stage * RAW_STAGE_BYTES
         if thread < CHUNK:
             k_norm = ptx.load_shared_f32(scales + layout.KDA_SCALE_S_K + thread * 4)
             s_k = -cute.math.min(k_norm, Float32(ptx.FP16_MAX))
             ptx.store_shared_half(scales + layout.RAW_SCALE_S_K + thread * 2, s_k)
-        self.decay_tokens(scales, at, lane, subchunk, gate)
+        totals = self.load_totals(scales, lane, subchunk)
+        cumsum = cute.make_rmem_tensor((4,), Float32)
+        cumsum.fill(0.0)
+        for first in cutlass.range(0, SUBCHUNK, TOKENS_AT_ONCE, unroll=1):
+            addresses = [self.token_at(at, lane, first + j) for j in range(TOKENS_AT_ONCE)]
+            norms = scales + (subchunk * SUBCHUNK + first) * 4
+            self.decay_pair(addresses, norms, totals, cumsum, gate)
 
     def token_at(self, at, lane, token):
         """Address of the lane's four channels of a token: 16 lanes have a row of 128 bytes."""
@@ -299,9 +269,6 @@ class PrefillScanRaw:
         log = self.gate.log2_decay(g, parameters, biases[c])
         return ptx.fmax_nan(log, Float32(MIN_LOG_DECAY * LOG2_E))
 
-    def unit(self, gate):
-        return gate[0][1] if self.gate.gate == "lower_bound" else Float32(1)
-
     def load_totals(self, scales, lane, subchunk):
         """Log decays from the chunk's start to the sub-chunk's, from there to the chunk's end."""
         before, rest = [Float32(0)] * 4, [Float32(0)] * 4
@@ -309,28 +276,20 @@ class PrefillScanRaw:
             at = scales + layout.RAW_SCALE_TOTALS + b * (D * 4) + lane * 16
             totals = ptx.load_shared_f32x4(at)
             earlier = Float32(select_(b < subchunk, Float32(1), Float32(0)))
-            before = [cute.math.fma(x, earlier, y) for x, y in zip(totals, before, strict=True)]
-            rest = [
-                cute.math.fma(x, Float32(1) - earlier, y) for x, y in zip(totals, rest, strict=True)
-            ]
+            before = add_scaled(before, totals, earlier)
+            rest = add_scaled(rest, totals, Float32(1) - earlier)
         return before, rest
-
-    @cute.jit
-    def decay_tokens(self, scales, at, lane, subchunk, gate):
-        """q, k and g of the sub-chunk's tokens become right operands of the mainloop's products."""
-        totals = self.load_totals(scales, lane, subchunk)
-        cumsum = cute.make_rmem_tensor((4,), Float32)
-        cumsum.fill(0.0)
-        for first in cutlass.range(0, SUBCHUNK, TOKENS_AT_ONCE, unroll=1):
-            addresses = [self.token_at(at, lane, first + j) for j in range(TOKENS_AT_ONCE)]
-            norms = scales + (subchunk * SUBCHUNK + first) * 4
-            self.decay_pair(addresses, norms, totals, cumsum, gate)
 
     def decay_pair(self, addresses, norms, totals, cumsum, gate):
         """Two tokens; all their words are loaded before any are stored."""
-        regions, unit = (self.q, self.k, self.k_restored), self.unit(gate)
+        regions, unit = (self.q, self.k, self.k_restored), Float32(1)
+        if self.gate.gate == "lower_bound":
+            unit = gate[0][1]
         dtypes = BFloat16, BFloat16, self.gate.g_dtype
-        raw = [[load_words(at + region) for region in regions] for at in addresses]
+        raw = [
+            [ptx.pack(ptx.load_shared_f32x2(at + region), Float32) for region in regions]
+            for at in addresses
+        ]
         inverse_q, inverse_k = (
             ptx.load_shared_f32x2(norms + first)
             for first in (layout.RAW_SCALE_Q, layout.RAW_SCALE_K)
@@ -354,8 +313,3 @@ class PrefillScanRaw:
             ):
                 decayed = [ptx.mul_x2(x, y) for x, y in zip(words, decays, strict=True)]
                 ptx.store_shared_x2(at + region, decayed)
-
-
-def load_words(address):
-    """Two words of shared memory."""
-    return [x.bitcast(Uint32) for x in ptx.load_shared_f32x2(address)]

@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32
 from cutlass.cute.arch import shuffle_sync_up
 from cutlass.cutlass_dsl import select_
 
 from ..device import ptx
 from ..device.hopper import WARP
-from .layout import num_chunks
+from .layout import head_chunk, num_chunks
 from .state import WARPGROUP_ROWS
 from .work import Work
 
@@ -66,10 +66,17 @@ def has_window(coord):
 def window_chunks(args, coord):
     """Chunks in front of a segment over which its head's M is 0; 0 where those are too many.
 
-    A warp, whose lanes have a chunk each.
+    A warp, whose lanes have a chunk each. The first segment has no window, nor one without chunks.
     """
-    lane, most = coord.thread % WARP, max_window(args, coord)
-    norm = ptx.select(lane < most, load_norm(args, coord, lane, lane < most), Float32(1))
+    work, lane = coord.work, coord.thread % WARP
+    can_start = (work.segment > 0) & (work.segment < args.size.segments)
+    can_start = can_start & (coord.first_chunk < coord.end_chunk)
+    most = cutlass.min(cutlass.max(segment_chunks(args, work.sequence), SHORT_WINDOW), MAX_WINDOW)
+    most = Int32(select_(can_start, cutlass.min(most, coord.first_chunk), 0))
+    # The last chunk before the segment first.
+    slot = work.sequence.first_slot + coord.first_chunk - 1 - lane
+    at = args.ptr.transition_norms + head_chunk(args, slot, work.hv) * 4
+    norm = ptx.select(lane < most, ptx.load(Float32, at, lane < most), Float32(1))
     for step in (1, 2, 4, 8, 16):
         nearer = shuffle_sync_up(norm, offset=step, mask_and_clamp=0)
         norm = norm * ptx.select(lane >= step, nearer, Float32(1))
@@ -77,25 +84,7 @@ def window_chunks(args, coord):
     return Int32(select_(forgotten != 0, Int32(ptx.lowest_bit(forgotten)) + 1, Int32(0)))
 
 
-def max_window(args, coord):
-    """Chunks of a segment's window at most; 0 of the first segment and of one without chunks."""
-    work = coord.work
-    can_start = (work.segment > 0) & (work.segment < args.size.segments)
-    can_start = can_start & (coord.first_chunk < coord.end_chunk)
-    most = cutlass.min(cutlass.max(segment_chunks(args, work.sequence), SHORT_WINDOW), MAX_WINDOW)
-    most = cutlass.min(most, coord.first_chunk)
-    return Int32(select_(can_start, most, 0))
-
-
-def load_norm(args, coord, chunks_before, condition):
-    """The bound of a chunk's transition; 0 chunks before: the last one before the segment."""
-    slot = coord.work.sequence.first_slot + coord.first_chunk - 1 - chunks_before
-    at = (Int64(slot) * Int64(args.size.HV) + Int64(coord.work.hv)) * 4
-    return ptx.load(Float32, args.ptr.transition_norms + at, condition)
-
-
 def is_last(args, work):
-    """Whether a work tile ends its sequence."""
     return work.segment == args.size.segments - 1
 
 

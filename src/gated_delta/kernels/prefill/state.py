@@ -14,8 +14,8 @@ from cutlass.cutlass_dsl import select_
 from ..device import hopper, ptx
 from ..device.args import offset
 from ..device.hopper import WARP
-from .arguments import CHUNK
-from .layout import D, head_number, segment_number
+from .arguments import CHUNK, STATE_BYTES
+from .layout import GDN_SCALE_S_Q, KDA_SCALE_STATE, D, head_number, segment_number
 
 WARPGROUP_ROWS = 64  # V rows of an MMA warpgroup
 # Absmax of the scaled state and values: docs/kernels/prefill.md, "Precision and range".
@@ -68,6 +68,29 @@ def make_fragments(accumulator):
     return Fragments(state, s_k, o, state_fp16, operand, u)
 
 
+class Operands(NamedTuple):
+    """Right operands of wgmma, [N, K, stages] in shared memory; MmaSync has a lane's addresses."""
+
+    k: cute.Tensor
+    q: cute.Tensor
+    k_update: cute.Tensor
+    """k of the state's update, transposed; KDA: decayed to the chunk's end."""
+    tinv: cute.Tensor
+    aqk: cute.Tensor
+
+
+def right_operands(thread, accumulator, **tensors):
+    """k_update comes as it lies in memory, [K, N, stages]."""
+    operands = {}
+    for name, x in tensors.items():
+        mma = product_mma(accumulator)
+        if name == "k_update":
+            mma, x = update_mma(), cute.make_tensor(x.iterator, cute.select(x.layout, [1, 0, 2]))
+        part = mma.get_slice(thread)
+        operands[name] = part.make_fragment_B(part.partition_B(x))
+    return Operands(**operands)
+
+
 def to_fp16(accumulator, operand):
     """Round an fp32 accumulator to a left operand, which has the same order."""
     words = cute.recast_tensor(operand, Uint32)
@@ -75,6 +98,51 @@ def to_fp16(accumulator, operand):
         x = [accumulator[4 * j + i] for i in range(4)]
         words[2 * j] = ptx.pack_x2(x[0], x[1], Float16)
         words[2 * j + 1] = ptx.pack_x2(x[2], x[3], Float16)
+
+
+def load_columns(at, thread, dtype, count=CHUNK):
+    """A lane's scales, from `at` on, of columns 8 j + lane % 4 * 2 and the next, for every j.
+
+    Pairs of fp32, or words of two fp16.
+    """
+    at = at + thread % 4 * (2 * dtype.width // 8)
+    load, step = (ptx.load_shared_f32x2, 32) if dtype is Float32 else (ptx.load_shared, 16)
+    return [load(at + step * j) for j in range(count // 8)]
+
+
+def scale_columns(accumulator, scales):
+    for j, pair in enumerate(scales):
+        for i in range(4):
+            accumulator[4 * j + i] = accumulator[4 * j + i] * pair[i % 2]
+
+
+def decay(state, scales_at, thread, channel):
+    """Decay a state over a chunk: GDN's by one number, KDA's per channel."""
+    if channel:
+        scale_columns(state, load_columns(scales_at + KDA_SCALE_STATE, thread, Float32, D))
+    else:
+        multiply(state, ptx.load_shared_f32(scales_at + GDN_SCALE_S_Q + (CHUNK - 1) * 4))
+
+
+def scale_words(source, target, scales, add=None):
+    """target = source * scales (+ add), packed pairs of fp16."""
+    source, target = (cute.recast_tensor(x, Uint32) for x in (source, target))
+    for i in range(cute.size(target)):
+        scale = scales[i // 2]
+        target[i] = (
+            ptx.mul_x2(source[i], scale) if add is None else ptx.fma_x2(source[i], scale, add[i])
+        )
+
+
+def load_matrices(at, step):
+    """A chunk's v in the order of accumulators, packed. step: bytes of 8 tokens."""
+    fours = [ptx.ldmatrix_x4_trans(at + j * step) for j in range(0, CHUNK // 8, 2)]
+    return [word for four in fours for word in four]
+
+
+def store_matrices(at, step, words):
+    for j in range(0, CHUNK // 8, 2):
+        ptx.stmatrix_x4_trans(at + j * step, words[2 * j : 2 * j + 4])
 
 
 # -------------------------------------------------------------------------------- rows in memory
@@ -113,71 +181,77 @@ def store_rows(at, dtype, columns, coord, condition, state, unscale):
             ptx.store_words(address, ptx.pack(pair, dtype), condition)
 
 
-def initial_state_at(args, work):
+def segment_of(args, work):
+    """Number of a work tile's segment among those of all heads."""
+    return segment_number(args, head_number(args, work.sequence.n, work.hv), work.segment)
+
+
+def segment_state_at(args, work):
+    return args.ptr.segment_states + segment_of(args, work) * STATE_BYTES
+
+
+def initial_state_at(args, state_index, hv):
     ptr, stride = args.ptr, args.stride
-    at = ptr.initial_state + offset(cutlass.max(work.state_index, 0), stride.initial_state_p)
-    return at + offset(work.hv, stride.initial_state_h)
-
-
-def load_initial_state(args, work, dtype, K, coord, state):
-    """The call's initial state of a sequence and head; zeros where it has none."""
-    ptr = args.ptr
-    flag_at = ptr.has_initial_state + offset(work.sequence.n, args.stride.has_initial_state_n)
-    resumed = ptx.load_flag(flag_at, ptr.has_initial_state != 0)
-    resumed = resumed & Int32(ptr.initial_state != 0) & Int32(work.state_index >= 0)
-    load_rows(initial_state_at(args, work), dtype, K, coord, resumed, state)
+    at = ptr.initial_state + offset(cutlass.max(state_index, 0), stride.initial_state_p)
+    return at + offset(hv, stride.initial_state_h)
 
 
 def prefetch_initial_state(args, state_index, hv, size):
     """Prefetch a head's initial state, `size` bytes, to L2."""
-    ptr, stride = args.ptr, args.stride
-    at = ptr.initial_state + offset(cutlass.max(state_index, 0), stride.initial_state_p)
-    at += offset(hv, stride.initial_state_h)
-    ptx.bulk_prefetch_l2(at, size, Int32(ptr.initial_state != 0) & Int32(state_index >= 0))
+    at = initial_state_at(args, state_index, hv)
+    exists = Int32(args.ptr.initial_state != 0) & Int32(state_index >= 0)
+    ptx.bulk_prefetch_l2(at, size, exists)
 
 
-def store_final_state(args, work, dtype, K, coord, is_last, state, state_scale):
-    """The final state of a sequence and head, after its last segment."""
-    ptr, stride = args.ptr, args.stride
-    stored = Int32(ptr.final_state != 0) & Int32(work.state_index >= 0) & Int32(is_last)
-    at = ptr.final_state + offset(cutlass.max(work.state_index, 0), stride.final_state_p)
-    at += offset(work.hv, stride.final_state_h)
-    store_rows(at, dtype, K, coord, stored, state, inverse_power_of_2(state_scale))
+class States:
+    """The call's states of a sequence and head. rows: a lane's StateCoord."""
 
+    def __init__(self, dtype, K=D):
+        self.dtype, self.K = dtype, K
 
-def segment_state_offset(args, work, rows):
-    """Byte offset of a segment's fp32 matrix of `rows` rows among all segments."""
-    number = segment_number(args, head_number(args, work.sequence.n, work.hv), work.segment)
-    return number * (rows * D * 4)
+    def load_initial(self, args, work, rows, state):
+        """Zeros where the sequence has no initial state."""
+        ptr = args.ptr
+        flag_at = ptr.has_initial_state + offset(work.sequence.n, args.stride.has_initial_state_n)
+        resumed = ptx.load_flag(flag_at, ptr.has_initial_state != 0)
+        resumed = resumed & Int32(ptr.initial_state != 0) & Int32(work.state_index >= 0)
+        at = initial_state_at(args, work.state_index, work.hv)
+        load_rows(at, self.dtype, self.K, rows, resumed, state)
 
+    def store_final(self, args, work, rows, is_last, state, state_scale):
+        """is_last: whether the work tile ends the sequence."""
+        ptr, stride = args.ptr, args.stride
+        stored = Int32(ptr.final_state != 0) & Int32(work.state_index >= 0) & Int32(is_last)
+        at = ptr.final_state + offset(cutlass.max(work.state_index, 0), stride.final_state_p)
+        at += offset(work.hv, stride.final_state_h)
+        unscale = inverse_power_of_2(state_scale)
+        store_rows(at, self.dtype, self.K, rows, stored, state, unscale)
 
-# -------------------------------------------------------------------------------- checkpoints
+    @cute.jit
+    def store_checkpoints(self, args, work, rows, end_chunk, is_last, state, state_scale, chunk):
+        """Store the state, before `chunk`, to the checkpoints that lie there.
 
-
-@cute.jit
-def store_checkpoints(args, work, dtype, K, coord, end_chunk, is_last, state, state_scale, chunk):
-    """Store the state, before `chunk`, to the checkpoints that lie there.
-
-    A segment stores the checkpoints before its own chunks; the last one, which has the final state,
-    also those at the sequence's end. Returns the chunk of the segment's next ones, or -1.
-    """
-    stride, size = args.stride, args.size
-    unscale = inverse_power_of_2(state_scale)
-    last = cutlass.min(work.sequence.tokens, end_chunk * CHUNK - 1)
-    last = Int32(select_(is_last, work.sequence.tokens, last))
-    last = Int32(select_(work.state_index >= 0, last, -1))
-    lens_at = args.ptr.checkpoint_lens + offset(work.sequence.n, stride.checkpoint_lens_n)
-    next_chunk = Int32(-1)
-    for j in cutlass.range(size.checkpoints_per_sequence, unroll=1):
-        length_at = lens_at + offset(j, stride.checkpoint_lens_j)
-        length = ptx.load_length(length_at, size.checkpoint_lens_kind)
-        if (length >= chunk * CHUNK) & (length <= last) & (length % CHUNK == 0):
-            if length == chunk * CHUNK:
-                at, stored = checkpoint_address(args, work, j)
-                store_rows(at, dtype, K, coord, stored, state, unscale)
-            elif (next_chunk < 0) | (length < next_chunk * CHUNK):
-                next_chunk = length // CHUNK
-    return next_chunk
+        A segment stores the checkpoints before its own chunks; the last one, which has the final
+        state, also those at the sequence's end. Returns the chunk of the segment's next ones, or
+        -1.
+        """
+        stride, size = args.stride, args.size
+        unscale = inverse_power_of_2(state_scale)
+        last = cutlass.min(work.sequence.tokens, end_chunk * CHUNK - 1)
+        last = Int32(select_(is_last, work.sequence.tokens, last))
+        last = Int32(select_(work.state_index >= 0, last, -1))
+        lens_at = args.ptr.checkpoint_lens + offset(work.sequence.n, stride.checkpoint_lens_n)
+        next_chunk = Int32(-1)
+        for j in cutlass.range(size.checkpoints_per_sequence, unroll=1):
+            length_at = lens_at + offset(j, stride.checkpoint_lens_j)
+            length = ptx.load_length(length_at, size.checkpoint_lens_kind)
+            if (length >= chunk * CHUNK) & (length <= last) & (length % CHUNK == 0):
+                if length == chunk * CHUNK:
+                    at, stored = checkpoint_address(args, work, j)
+                    store_rows(at, self.dtype, self.K, rows, stored, state, unscale)
+                elif (next_chunk < 0) | (length < next_chunk * CHUNK):
+                    next_chunk = length // CHUNK
+        return next_chunk
 
 
 def checkpoint_address(args, work, j):
@@ -189,19 +263,6 @@ def checkpoint_address(args, work, j):
     at = ptr.checkpoints + offset(n, stride.checkpoints_n) + offset(j, stride.checkpoints_j)
     at += offset(cutlass.max(slot, 0), stride.checkpoints_p) + offset(work.hv, stride.checkpoints_h)
     return at, slot > size.null_index
-
-
-def without_checkpoints(arguments):
-    """Drop the checkpoint arguments: in kernels that store none they would shift the constant bank,
-    and ptxas would give those kernels other registers."""
-    kept = {
-        name: x
-        for name, x in zip(arguments._fields, arguments, strict=True)
-        if "checkpoint" not in name
-    }
-    return NamedTuple(type(arguments).__name__, [(name, type(x)) for name, x in kept.items()])(
-        **kept
-    )
 
 
 # -------------------------------------------------------------------------------- the state's scale
@@ -274,11 +335,11 @@ def accumulator_absmax(accumulator):
 
 
 def packed_absmax(words, dtype):
-    """The largest magnitude among a warp's packed 16-bit numbers, as the bits of an fp32 number."""
+    """The largest magnitude among a warp's packed 16-bit numbers."""
     while len(words) > 1:
         words = [ptx.max_abs_x2(a, b, dtype) for a, b in zip(words[::2], words[1::2], strict=True)]
     low, high = ptx.unpack([words[0] & Uint32(0x7FFF7FFF)], dtype)
-    return ptx.warp_max(cute.math.max(low, high).bitcast(Uint32))
+    return ptx.warp_max(cute.math.max(low, high).bitcast(Uint32)).bitcast(Float32)
 
 
 def multiply(accumulator, factor):

@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, Uint32
+from cutlass import Float32, Int32, Int64, Uint32
 
 from ..device import hopper, levels, ptx
-from ..device.args import Args
 from .arguments import STATE_BYTES
-from .layout import ARGUMENTS, D, Pointers, Sizes, Strides, segment_flag_at, segment_number
+from .kernel import PrefillKernel
+from .layout import D, segment_flag_at, segment_number
 
 V_ROWS = 8  # of a CTA
 K_SPLITS = 4  # threads that split a channel's inner products
@@ -30,84 +30,74 @@ class Coord(NamedTuple):
     head: Int64
     """Among the heads of all sequences."""
     v_row: Int32
+    """First V row that the thread keeps, a quarter of the CTA's."""
     shared: Int32
+    thread: Int32
     channel: Int32
     split: Int32
-    """The quarter of the channels that the thread sums over, and of the rows that it keeps."""
+    """The quarter of the channels that the thread sums over."""
 
 
-class PrefillStatePassing:
-    """`compile.py` compiles __call__ for symbolic everything."""
-
-    arguments = ARGUMENTS
-
+class PrefillStatePassing(PrefillKernel):
     def __init__(self, V: int, stages: int = 2):
-        self.ctas_per_head, self.stages = V // V_ROWS, stages
+        self.threads, self.ctas_per_head, self.stages = THREADS, V // V_ROWS, stages
         smem = hopper.SharedMemory()
         self.m = smem.add(stages * STATE_BYTES)
         self.state = smem.add(D * V_ROWS * 4)  # the CTA's rows, transposed
         self.partial_sums = smem.add(K_SPLITS * V_ROWS * D * 4)
-        # Stages of M, loaded by one bulk copy or by all threads; free behind the second barrier.
-        loading = 1 if levels.current().bulk_copies else THREADS
-        self.ring = smem.add_ring(stages, loading)
+        # Stages of M, free behind the second barrier.
+        self.ring = smem.add_ring(stages, hopper.copiers(THREADS))
         self.flags = smem.add(MAX_SEGMENTS * 4)
         self.shared = smem.size
 
-    @cute.jit
-    def __call__(
-        self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream
-    ):
-        kernel = self.kernel(ptr, scale, bound, stride, size)
-        hopper.launch(kernel, self.ctas_per_head * size.HV * size.N, THREADS, self.shared, stream)
+    def ctas(self, args):
+        return self.ctas_per_head * args.size.HV * args.size.N
 
     @cute.kernel
-    def kernel(self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes):
-        thread, _, _ = cute.arch.thread_idx()
-        cta, _, _ = cute.arch.block_idx()
-        args = Args(ptr, scale, bound, stride, size)
-        shared = hopper.shared_base(128)
-        head, v_row = Int64(cta // self.ctas_per_head), cta % self.ctas_per_head * V_ROWS
-        coord = Coord(head, v_row, shared, thread % D, thread // D)
-        if thread == 0:
-            self.ring.init(shared)
-            hopper.fence_mbarrier_init()
+    def kernel(self, args: NamedTuple):
+        thread, cta = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
+        shared, split = hopper.shared_base(128), thread // D
+        head = Int64(cta // self.ctas_per_head)
+        v_row = cta % self.ctas_per_head * V_ROWS + split * THREAD_ROWS
+        coord = Coord(head, v_row, shared, thread, thread % D, split)
+        hopper.init_rings((self.ring,), shared, thread)
         hopper.wait_for_previous_kernel()
-        if self.load_flags(args, coord, thread):
+        if self.load_flags(args, coord):
             self.pass_states(args, coord)
 
     @cute.jit
-    def load_flags(self, args, coord, thread):
+    def load_flags(self, args, coord):
         """Segments' flags to shared memory. Returns whether any transition is to be passed over."""
         transitions = args.size.segments - 1
-        at = segment_flag_at(args, segment_number(args, coord.head, thread))
-        flag = ptx.load_words(at, thread < transitions, count=1)[0]
-        ptx.store_shared(coord.shared + self.flags + thread * 4, flag, thread < transitions)
+        at = segment_flag_at(args, segment_number(args, coord.head, coord.thread))
+        exists = coord.thread < transitions
+        flag = ptx.load_words(at, exists, count=1)[0]
+        ptx.store_shared(self.flag_at(coord, coord.thread), flag, exists)
         cute.arch.sync_threads()
         pending = Int32(0)
-        for segment in cutlass.range(thread % 32, transitions, 32, unroll=1):
-            pending = pending | Int32(ptx.load_shared(coord.shared + self.flags + segment * 4) == 0)
+        for segment in cutlass.range(coord.thread % 32, transitions, 32, unroll=1):
+            pending = pending | Int32(ptx.load_shared(self.flag_at(coord, segment)) == 0)
         return cute.arch.vote_any_sync(pending != 0)
+
+    def flag_at(self, coord, segment):
+        return coord.shared + self.flags + segment * 4
 
     @cute.jit
     def pass_states(self, args, coord):
         """From the second segment on: its initial state is known or not needed."""
-        segments, loads = args.size.segments, self.loads_m(coord)
+        segments, loads = args.size.segments, hopper.copies(coord.thread)
         if loads:
             for segment in cutlass.range_constexpr(1, 1 + self.stages):
                 if segment < segments - 1:
                     self.start_load_m(args, coord, segment)
         rows = cute.make_rmem_tensor((THREAD_ROWS,), Float32)
-        self.load_rows(self.state_at(args, coord, 1), rows)
+        load_rows(state_at(args, coord, 1), rows)
         sums = cute.make_rmem_tensor((V_ROWS,), Float32)
         for segment in cutlass.range(1, segments - 1, 1, unroll=1):
+            state_row = coord.channel * V_ROWS + coord.split * THREAD_ROWS
             for r in cutlass.range_constexpr(THREAD_ROWS):
-                ptx.store_shared_f32(
-                    coord.shared
-                    + self.state
-                    + (coord.channel * V_ROWS + coord.split * THREAD_ROWS + r) * 4,
-                    rows[r],
-                )
-            self.load_b(args, coord, segment, rows)
+                ptx.store_shared_f32(coord.shared + self.state + (state_row + r) * 4, rows[r])
+            load_rows(transition_at(args, coord, segment) + thread_offset(coord), rows)  # B
             stage, phase = self.ring.locate(segment - 1)
             cute.arch.sync_threads()
             self.ring.consumer_wait(coord.shared, stage, phase)
@@ -121,23 +111,16 @@ class PrefillStatePassing:
                 self.start_load_m(args, coord, segment + self.stages)
             for r in cutlass.range_constexpr(THREAD_ROWS):
                 row = coord.split * THREAD_ROWS + r
-                partial_sums = [
-                    ptx.load_shared_f32(self.partial_sum_at(coord, split, row))
-                    for split in range(K_SPLITS)
-                ]
-                for x in partial_sums:
+                at = [self.partial_sum_at(coord, split, row) for split in range(K_SPLITS)]
+                for x in [ptx.load_shared_f32(x_at) for x_at in at]:
                     rows[r] = rows[r] + x
-            self.pass_over(args, coord, segment, rows)
-
-    @cute.jit
-    def pass_over(self, args, coord, segment, rows):
-        """The next segment's initial state: store it, or load it where it is known."""
-        at = self.state_at(args, coord, segment + 1)
-        if ptx.load_shared(coord.shared + self.flags + segment * 4) == 0:
-            for r in cutlass.range_constexpr(THREAD_ROWS):
-                ptx.store_words(at + r * (D * 4), [rows[r].bitcast(Uint32)], True)
-        else:
-            self.load_rows(at, rows)
+            # The next segment's initial state: store it, or load it where it is known.
+            at = state_at(args, coord, segment + 1)
+            if ptx.load_shared(self.flag_at(coord, segment)) == 0:
+                for r in cutlass.range_constexpr(THREAD_ROWS):
+                    ptx.store_words(at + r * (D * 4), [rows[r].bitcast(Uint32)], True)
+            else:
+                load_rows(at, rows)
 
     def add_products(self, coord, stage, k, sums):
         """sums += S[:, k : k + 16] M[k : k + 16, channel]."""
@@ -155,53 +138,35 @@ class PrefillStatePassing:
     def partial_sum_at(self, coord, split, r):
         return coord.shared + self.partial_sums + ((split * V_ROWS + r) * D + coord.channel) * 4
 
-    def loads_m(self, coord):
-        """Whether the thread calls `start_load_m`."""
-        first = (coord.channel == 0) & (coord.split == 0)
-        return first if levels.current().bulk_copies else Boolean(True)
-
     @cute.jit
     def start_load_m(self, args, coord, segment):
         stage, _ = self.ring.locate(segment - 1)
         if cutlass.const_expr(levels.current().bulk_copies):
             self.ring.producer_expect(coord.shared, stage, STATE_BYTES)
-        number = segment_number(args, coord.head, segment)
-        source = args.ptr.segment_transitions + number * (2 * STATE_BYTES) + STATE_BYTES
-        at, full = (
-            coord.shared + self.m + stage * STATE_BYTES,
-            self.ring.full_at(coord.shared, stage),
-        )
-        if cutlass.const_expr(levels.current().bulk_copies):
-            ptx.bulk_load(at, source, STATE_BYTES, full)
-        else:
-            first = (coord.split * D + coord.channel) * 16
-            for i in cutlass.range(first, STATE_BYTES, THREADS * 16, unroll=1):
-                ptx.cp_async_or_zero(at + i, source + i, Boolean(True))
+        source = transition_at(args, coord, segment) + STATE_BYTES
+        at, full = self.m + stage * STATE_BYTES, self.ring.full_at(coord.shared, stage)
+        hopper.load_region(coord.shared + at, source, STATE_BYTES, full, coord.thread, THREADS)
+        if cutlass.const_expr(not levels.current().bulk_copies):
             ptx.cp_async_arrive(full)
 
-    def load_b(self, args, coord, segment, rows):
-        """The thread's rows of a segment's B."""
-        number = segment_number(args, coord.head, segment)
-        self.load_rows(
-            args.ptr.segment_transitions + number * (2 * STATE_BYTES) + self.thread_offset(coord),
-            rows,
-        )
 
-    def state_at(self, args, coord, segment):
-        """Address of the thread's rows of a segment's initial state."""
-        return (
-            args.ptr.segment_states
-            + segment_number(args, coord.head, segment) * STATE_BYTES
-            + self.thread_offset(coord)
-        )
+def transition_at(args, coord, segment):
+    """Address of a segment's B; M follows."""
+    number = segment_number(args, coord.head, segment)
+    return args.ptr.segment_transitions + number * (2 * STATE_BYTES)
 
-    def load_rows(self, at, rows):
-        loaded = [
-            ptx.load_words(at + r * (D * 4), True, count=1)[0].bitcast(Float32)
-            for r in range(THREAD_ROWS)
-        ]
-        for r in range(THREAD_ROWS):
-            rows[r] = loaded[r]
 
-    def thread_offset(self, coord):
-        return (coord.v_row + coord.split * THREAD_ROWS) * (D * 4) + coord.channel * 4
+def state_at(args, coord, segment):
+    """Address of the thread's rows of a segment's initial state."""
+    number = segment_number(args, coord.head, segment)
+    return args.ptr.segment_states + number * STATE_BYTES + thread_offset(coord)
+
+
+def thread_offset(coord):
+    return coord.v_row * (D * 4) + coord.channel * 4
+
+
+def load_rows(at, rows):
+    loaded = [ptx.load_words(at + r * (D * 4), True, count=1)[0] for r in range(THREAD_ROWS)]
+    for r in range(THREAD_ROWS):
+        rows[r] = loaded[r].bitcast(Float32)

@@ -4,47 +4,62 @@
 threads' barrier and their work on the next chunk.
 """
 
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import NamedTuple
 
-import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Float32, Int32
 from cutlass.cutlass_dsl import select_
 
 from ..arguments import ABSENT
-from ..device import arithmetic, hopper, levels, ptx
-from ..device.args import offset
+from ..device import arithmetic, hopper, ptx
 from ..device.hopper import WARPGROUP
 from .arguments import CHUNK, TRIANGLE_BYTES
 from .inverse import GATE_BETA_K2
-from .layout import SUBCHUNK, head_chunk, token_offset
+from .layout import SUBCHUNK, head_chunk, token_at
 
 NO_ITEM = 0x7FFFFFFF
 """Number of the item, a chunk and head, after a persistent warpgroup's last one."""
 
 
-class Worker(Protocol):
-    """The 128 threads that prepare a chunk, and their work on the next one.
+@dataclass(frozen=True)
+class Worker:
+    """The 128 threads that prepare a chunk, and their work on the next one: here a CTA without one.
 
     All threads call each method but `sync` once a chunk, in this order. A worker is a frozen
     dataclass: the compiler carries any other object through dynamic branches and loops. Its fields
-    may be traced values. `coord` may have more fields than ChunkCoord: terms pass them on.
+    may be traced values.
     """
 
-    def sync(self, coord: Any) -> None:
+    def sync(self):
         """Barrier of the threads."""
+        cute.arch.sync_threads()
 
-    def inputs_loaded(self, coord: Any) -> None:
+    def inputs_loaded(self, coord):
         """`sync`, when the thread has its inputs in shared memory."""
+        self.sync()
 
-    def chunk_begun(self, args: Any, coord: Any, spare: Any) -> None:
+    def chunk_begun(self, args, coord, spare):
         """After `inputs_loaded`. spare: the warp has the least to do up to the next `sync`."""
 
-    def operands_read(self, args: Any, coord: Any) -> Any:
+    def operands_read(self, args, coord):
         """KDA: `sync`; now the chunk's operands are free. Returns loads for `store_ahead`."""
+        self.sync()
 
-    def store_ahead(self, args: Any, ahead: Any) -> None:
+    def store_ahead(self, args, ahead):
         """KDA: Tinv was computed during the loads; a `sync` follows."""
+
+
+@dataclass(frozen=True)
+class PersistentWorker(Worker):
+    """A warpgroup that prepares one chunk after another."""
+
+    @cute.jit
+    def inputs_loaded(self, coord):
+        # The last chunk's stores have long arrived: the wait takes no time.
+        if coord.thread == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=False)
+        self.sync()
 
 
 class HeadAddresses(NamedTuple):
@@ -55,9 +70,9 @@ class HeadAddresses(NamedTuple):
     aqk: Int32
 
 
-def chunk_token_offset(args, coord, token, n_stride, t_stride):
-    """Byte offset of the chunk's token in a tensor of tokens."""
-    return token_offset(args, coord.sequence, coord.chunk * CHUNK + token, n_stride, t_stride)
+def chunk_token_at(args, name, coord, token, head):
+    """layout.token_at of the chunk's token."""
+    return token_at(args, name, coord.sequence, coord.chunk * CHUNK + token, head)
 
 
 def norm_of(squares, inverse, qk_l2norm):
@@ -70,10 +85,8 @@ def norm_of(squares, inverse, qk_l2norm):
 
 def load_beta(args, coord, hv, token, condition, load=ptx.load_scalar):
     """A token's beta as it is in memory. load: load_scalar or load_scalar_bits."""
-    ptr, stride, size = args.ptr, args.stride, args.size
-    at = ptr.beta + chunk_token_offset(args, coord, token, stride.beta_n, stride.beta_t)
-    at = at + offset(hv, stride.beta_h)
-    return load(at, Int32(select_(condition, size.beta_kind, Int32(ABSENT))))
+    at = chunk_token_at(args, "beta", coord, token, hv)
+    return load(at, Int32(select_(condition, args.size.beta_kind, Int32(ABSENT))))
 
 
 def activate_beta(args, beta, condition):
@@ -98,23 +111,9 @@ def store_terms(args, coord, hv, head, worker):
     hopper.fence_async_proxy()
     if coord.thread == 0:
         ptx.wait_for_bulk_stores()
-    worker.sync(coord)
-    if stores(coord):
+    worker.sync()
+    if hopper.copies(coord.thread):
         at = args.ptr.tinv_aqk + head_chunk(args, coord.slot, hv) * (2 * TRIANGLE_BYTES)
-        store_region(coord, at, head.tinv, TRIANGLE_BYTES)
-        store_region(coord, at + TRIANGLE_BYTES, head.aqk, TRIANGLE_BYTES)
-
-
-def stores(coord):
-    """Whether a thread takes part in `store_region`."""
-    return coord.thread == 0 if levels.current().bulk_copies else Boolean(True)
-
-
-@cute.jit
-def store_region(coord, at, source, size):
-    """Shared memory to the workspace: a bulk copy by one thread, or 16 bytes a thread."""
-    if cutlass.const_expr(levels.current().bulk_copies):
-        ptx.bulk_store(at, source, size)
-    else:
-        for i in cutlass.range(coord.thread * 16, size, WARPGROUP * 16, unroll=1):
-            ptx.store_words(at + i, ptx.load_shared_x4(source + i), Boolean(True))
+        for i, source in enumerate((head.tinv, head.aqk)):
+            target = at + i * TRIANGLE_BYTES
+            hopper.store_region(target, source, TRIANGLE_BYTES, coord.thread, WARPGROUP)

@@ -10,31 +10,10 @@ from cutlass.cutlass_dsl import select_
 
 from ..device import arithmetic, hopper, ptx
 from ..device.args import offset, qk_head
-from . import bound, terms
+from . import bound, layout, terms
 from .arguments import CHUNK, SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES
-from .inverse import (
-    GATE_BETA_K,
-    GATE_BETA_K2,
-    GATE_BYTES,
-    GATE_CUMSUM,
-    Inverse,
-    add_regions,
-)
-from .layout import (
-    GDN_SCALE_O,
-    GDN_SCALE_S_K,
-    GDN_SCALE_S_Q,
-    GDN_SCALE_U,
-    K_BLOCKS,
-    LOG2_E,
-    MIN_LOG_DECAY,
-    SQUARE,
-    SUBCHUNK,
-    TILE,
-    head_chunk,
-    qk_head_chunk,
-    triangle_offset,
-)
+from .inverse import GATE_BETA_K, GATE_BETA_K2, GATE_BYTES, GATE_CUMSUM, Inverse, add_regions
+from .layout import K_BLOCKS, LOG2_E, SUBCHUNK, TILE
 
 NORM_Q, NORM_K, SQUARES_K = 0, CHUNK, 2 * CHUNK
 """First entries of the norms, fp32 [64] each: |q| times the scale, |k|; |k|**2, possibly inf."""
@@ -53,7 +32,7 @@ class GdnTerms:
         smem = hopper.SharedMemory()
         # q and k tiles until they are copied; later two buffers of Tinv and Aqk, and the system.
         self.tiles = self.tinv_aqk = smem.add(4 * TRIANGLE_BYTES)
-        self.inverse = Inverse(add_regions(smem), triangle_offset)
+        self.inverse = Inverse(add_regions(smem), layout.triangle_offset)
         self.k_operands = smem.add(TILE_BYTES)  # right operands of mma.sync, lane by lane
         assert self.k_operands >= self.tiles + 2 * TILE_BYTES
         self.gates = smem.add(4 * GATE_BYTES)  # of four heads
@@ -80,19 +59,19 @@ class GdnTerms:
         worker.chunk_begun(args, coord, coord.subchunk == 0)
         for i in cutlass.range(args.size.block_heads, unroll=1):
             if i % 4 == 0:
-                worker.sync(coord)
+                worker.sync()
                 if i > 0:
                     self.stage_gates(coord, self.load_gates(args, coord, i))
-                    worker.sync(coord)
+                    worker.sync()
                 self.cumulate_gates(args, coord, i + coord.thread // 32)
                 if coord.thread == 0:
                     # Aqk and the system overwrite the tiles.
                     ptx.wait_for_bulk_stores()
-                worker.sync(coord)
+                worker.sync()
             head = self.addresses(coord, i)
             decay_products(self.inverse, coord, head, kk, qk)
             self.inverse.invert_diagonal(coord, head.gates)
-            worker.sync(coord)
+            worker.sync()
             self.inverse.invert_below(coord, head.tinv)
             terms.store_terms(args, coord, coord.hv + i, head, worker)
 
@@ -100,11 +79,12 @@ class GdnTerms:
     def store_tiles(self, args, coord):
         """Start the copies of q and k, in the CTA with the q/k head's first value head."""
         h = qk_head(coord.hv, args.size.qk_head_factor)
-        if terms.stores(coord) & (coord.hv * args.size.H == h * args.size.HV):
-            at = qk_head_chunk(args, coord.slot, coord.hv)
+        if hopper.copies(coord.thread) & (coord.hv * args.size.H == h * args.size.HV):
+            at = layout.qk_head_chunk(args, coord.slot, coord.hv)
             for i, tiles in enumerate((args.ptr.q_tiles, args.ptr.k_tiles)):
                 source = coord.shared + self.tiles + i * TILE_BYTES
-                terms.store_region(coord, tiles + at * TILE_BYTES, source, TILE_BYTES)
+                target = tiles + at * TILE_BYTES
+                hopper.store_region(target, source, TILE_BYTES, coord.thread, hopper.WARPGROUP)
 
     # ---------------------------------------------------------------------------- q and k
 
@@ -126,14 +106,13 @@ class GdnTerms:
 
     def load_raw_qk(self, args, coord, i):
         """Words of the lane's token row + 8 i: q's and k's, a vector of each K block."""
-        ptr, stride = args.ptr, args.stride
         h = qk_head(coord.hv, args.size.qk_head_factor)
         token = self.token(coord, i)
         active = token < coord.tokens
-        q_at = ptr.q + terms.chunk_token_offset(args, coord, token, stride.q_n, stride.q_t)
-        q_at = q_at + offset(h, stride.q_h) + coord.quad_lane * 16
-        k_at = ptr.k + terms.chunk_token_offset(args, coord, token, stride.k_n, stride.k_t)
-        k_at = k_at + offset(h, stride.k_h) + coord.quad_lane * 16
+        q_at, k_at = (
+            terms.chunk_token_at(args, name, coord, token, h) + coord.quad_lane * 16
+            for name in "qk"
+        )
         # Read once: evicted first, so that the scan's inputs stay in L2.
         words = [
             ptx.load_words(at + 64 * j, active & (32 * j < self.K), policy=Int64(ptx.EVICT_FIRST))
@@ -143,7 +122,6 @@ class GdnTerms:
         return words[:K_BLOCKS], words[K_BLOCKS:]
 
     def token(self, coord, i):
-        """The lane's token row + 8 i of the chunk."""
         return coord.subchunk * SUBCHUNK + coord.row + 8 * i
 
     def store_norm(self, args, coord, i, is_k, vectors):
@@ -220,23 +198,16 @@ class GdnTerms:
 
         Neighbouring threads have the heads of one token, which are contiguous in memory.
         """
-        ptr, stride, size = args.ptr, args.stride, args.size
-        head = first + coord.thread % 4
+        size, head = args.size, first + coord.thread % 4
         hv = coord.hv + cutlass.min(head, size.block_heads - 1)
-        parameters = (None, None)
-        if self.gate != "log":
-            bias = ptx.load_scalar(ptr.dt_bias + offset(hv, stride.dt_bias_h), size.dt_bias_kind)
-            parameters = (ptx.load(Float32, ptr.A_log + offset(hv, stride.A_log_h), Int32(1)), bias)
-        gates = []
+        parameters, gates = load_parameters(args, self.gate, hv), []
         for token in (coord.thread // 4, coord.thread // 4 + 32):
             active = (token < coord.tokens) & (head < size.block_heads)
-            at = ptr.g + terms.chunk_token_offset(args, coord, token, stride.g_n, stride.g_t)
-            g = ptx.load(self.g_dtype, at + offset(hv, stride.g_h), active)
+            g_at = terms.chunk_token_at(args, "g", coord, token, hv)
+            g = ptx.load(self.g_dtype, g_at, active)
             beta = terms.load_beta(args, coord, hv, token, active)
             beta = terms.activate_beta(args, beta, active)
-            log = arithmetic.log_decay(self.gate, g, *parameters, args.bound)
-            log = ptx.fmax_nan(log, Float32(MIN_LOG_DECAY))
-            gates.append((ptx.select(active, log * Float32(LOG2_E), Float32(0)), beta))
+            gates.append((log2_decay(args, self.gate, g, parameters, active), beta))
         return gates
 
     def stage_gates(self, coord, gates):
@@ -259,12 +230,17 @@ class GdnTerms:
             cumsum = cumulate(log, coord.lane)
             cumsums.append(cumsum + before)
             before = before + shuffle_sync(cumsum, offset=31)
-        at = args.ptr.scales + head_chunk(args, coord.slot, coord.hv + i) * SCALE_BYTES
+        at = args.ptr.scales + layout.head_chunk(args, coord.slot, coord.hv + i) * SCALE_BYTES
         growth = Float32(1)
         for token, cumsum, beta in zip(tokens, cumsums, betas, strict=True):
             q_norm, k_norm = (self.load_norm(coord, first, token) for first in (NORM_Q, NORM_K))
             beta_k = beta * k_norm
-            store_gates(gates + token * 4, cumsum, beta_k, k_norm)
+            for first, x in (
+                (GATE_CUMSUM, cumsum),
+                (GATE_BETA_K2, beta_k * k_norm),
+                (GATE_BETA_K, beta_k),
+            ):
+                ptx.store_shared_f32(gates + (first + token) * 4, x)
             store_scales(at, token, cumsum, before, q_norm, k_norm, has_head)
             if self.windows:
                 squares = self.load_norm(coord, SQUARES_K, token)
@@ -279,6 +255,22 @@ class GdnTerms:
         return ptx.load_shared_f32(coord.shared + self.norms + (first + token) * 4)
 
 
+def load_parameters(args, gate, hv):
+    """A_log and dt_bias of a head, unless g is the log decay."""
+    if gate == "log":
+        return Float32(0), Float32(0)
+    ptr, stride = args.ptr, args.stride
+    bias = ptx.load_scalar(ptr.dt_bias + offset(hv, stride.dt_bias_h), args.size.dt_bias_kind)
+    return ptx.load(Float32, ptr.A_log + offset(hv, stride.A_log_h), Int32(1)), bias
+
+
+def log2_decay(args, gate, g, parameters, active):
+    """A token's log decay to base 2, from raw g; 0 past the last token."""
+    log = arithmetic.log_decay(gate, g, *parameters, args.bound)
+    log = ptx.fmax_nan(log, Float32(layout.MIN_LOG_DECAY))
+    return ptx.select(active, log * Float32(LOG2_E), Float32(0))
+
+
 def cumulate(log, lane):
     """A warp's inclusive prefix sum."""
     for step in (1, 2, 4, 8, 16):
@@ -287,23 +279,17 @@ def cumulate(log, lane):
     return log
 
 
-def store_gates(at, cumsum, beta_k, k_norm):
-    ptx.store_shared_f32(at + GATE_CUMSUM * 4, cumsum)
-    ptx.store_shared_f32(at + GATE_BETA_K2 * 4, beta_k * k_norm)
-    ptx.store_shared_f32(at + GATE_BETA_K * 4, beta_k)
-
-
 def store_scales(at, token, cumsum, last_cumsum, q_norm, k_norm, condition):
     """A token's scales to the workspace."""
     decay = ptx.exp2(cumsum)
     for first, x in (
-        (GDN_SCALE_S_K, k_norm * decay),
-        (GDN_SCALE_S_Q, decay),
-        (GDN_SCALE_O, q_norm),
+        (layout.GDN_SCALE_S_K, k_norm * decay),
+        (layout.GDN_SCALE_S_Q, decay),
+        (layout.GDN_SCALE_O, q_norm),
     ):
         ptx.store_words(at + (first + token * 4), [x.bitcast(Uint32)], condition)
     to_end = ptx.exp2(last_cumsum - cumsum)
-    ptx.store_if(Float16, at + GDN_SCALE_U + token * 2, to_end, condition)
+    ptx.store_if(Float16, at + layout.GDN_SCALE_U + token * 2, to_end, condition)
 
 
 # -------------------------------------------------------------------------------- decayed products
@@ -367,85 +353,78 @@ def decay_diagonal(inverse, coord, aqk_at, kk, qk, factors, b):
             inverse.store_aqk_diagonal(coord, aqk_at, i, j % 2, aqk)
 
 
-class FusedGdnTerms:
-    """The terms in shared memory, of one head, from products of wgmma; without branches.
+# -------------------------------------------------------------------------------- fused
+# From products of wgmma, K K^T and K Q^T, without branches.
 
-    regions: InverseRegions. K K^T comes as K K^T, Q K^T transposed.
+
+@cute.jit
+def decay_fused_products(inverse, coord, gates_at, aqk_at, kk, kq):
+    """The warp's 16 rows of the system, and its 16 columns of Aqk (computed transposed).
+
+    Next to its diagonal block a warp has blocks of the system to the left and of Aqk below. Their
+    decay is a row's times a column's: to and from the last token in front of the warp's, or the
+    warp's last one. Each warp computes all four blocks: ptxas issues both sides of a short branch
+    anyway.
     """
+    subchunk = coord.subchunk
+    factors = load_factors(coord, gates_at)
+    own_at = gates_at + (GATE_CUMSUM + subchunk * SUBCHUNK) * 4
+    own_columns = [
+        ptx.load_shared_f32x2(own_at + (8 * j + 2 * coord.quad_lane) * 4) for j in range(2)
+    ]
+    before = ptx.load_shared_f32(own_at - Int32(select_(subchunk > 0, 4, 0)))
+    last = ptx.load_shared_f32(own_at + (SUBCHUNK - 1) * 4)
+    left = [
+        ptx.exp2(row - before) * beta_k2
+        for row, beta_k2 in zip(factors.rows, factors.beta_k2, strict=True)
+    ]
+    below = [ptx.exp2(last - row) for row in factors.rows]
+    left, below = ([ptx.pack_x2(x, x, Float16) for x in xs] for xs in (left, below))
+    decay_fused_diagonal(inverse, coord, aqk_at, kk, kq, factors, own_columns)
+    for b in cutlass.range_constexpr(4):
+        words = decay_branch_free(coord, kk, kq, factors.columns, (before, left), (last, below), b)
+        if b < subchunk:
+            store_system_block(inverse, coord, b, words)
+        if b > subchunk:
+            store_aqk_block(inverse, coord, aqk_at, b, words)
+    cute.arch.sync_warp()
 
-    activate_beta = staticmethod(terms.activate_beta)
 
-    def __init__(self, g_dtype, gate, qk_l2norm, regions):
-        self.g_dtype, self.gate, self.qk_l2norm = g_dtype, gate, qk_l2norm
-        self.inverse = Inverse(regions, SQUARE.offset)
+def decay_fused_diagonal(inverse, coord, aqk_at, kk, kq, factors, columns):
+    """The warp's diagonal blocks. Of a pair's two decays, there and back, one is at most 1."""
+    kk, kq = (
+        [[own_word(coord, words, i, j) for j in range(2)] for i in range(2)] for words in (kk, kq)
+    )
+    words = []
+    for j in range(2):
+        for i in range(2):
+            decays = [ptx.exp2(-cute.math.abs(factors.rows[i] - x)) for x in columns[j]]
+            row, column = coord.row + 8 * i, 8 * j + 2 * coord.quad_lane
+            # Forward substitution reads below the diagonal only.
+            for p in range(2 if i >= j else 0):
+                x = ptx.unpack([kk[i][j]], Float16)[p] * decays[p] * factors.beta_k2[i]
+                at = inverse.diagonal_column(coord, column + p) + row * 4
+                ptx.store_shared_f32(at, x)
+            products = ptx.unpack([kq[i][j]], Float16)
+            aqk = [x * decay for x, decay in zip(products, decays, strict=True)]
+            if i == j:
+                aqk = [ptx.select(column + p >= row, aqk[p], Float32(0)) for p in range(2)]
+            words.append(ptx.pack_x2(*aqk, Float16) if i <= j else Uint32(0))
+    store_aqk_block(inverse, coord, aqk_at, coord.subchunk, words)
 
-    def norm(self, squares, inverse):
-        return terms.norm_of(squares, inverse, self.qk_l2norm)
 
-    @cute.jit
-    def decay_products(self, coord, gates_at, aqk_at, kk, kq):
-        """The warp's 16 rows of the system, and its 16 columns of Aqk (computed transposed).
+def store_system_block(inverse, coord, b, words):
+    """Block (subchunk, b) of the system, b < subchunk: halves of its columns, then of its rows."""
+    for e in range(4):
+        inverse.store_system(coord, b, e % 2, e // 2, words[e])
 
-        Next to its diagonal block a warp has blocks of the system to the left and of Aqk below.
-        Their decay is a row's times a column's: to and from the last token in front of the warp's,
-        or the warp's last one. Each warp computes all four blocks: ptxas issues both sides of a
-        short branch anyway.
-        """
-        subchunk = coord.subchunk
-        factors = load_factors(coord, gates_at)
-        own_at = gates_at + (GATE_CUMSUM + subchunk * SUBCHUNK) * 4
-        own_columns = [
-            ptx.load_shared_f32x2(own_at + (8 * j + 2 * coord.quad_lane) * 4) for j in range(2)
-        ]
-        before = ptx.load_shared_f32(own_at - Int32(select_(subchunk > 0, 4, 0)))
-        last = ptx.load_shared_f32(own_at + (SUBCHUNK - 1) * 4)
-        left = [
-            ptx.exp2(row - before) * beta_k2
-            for row, beta_k2 in zip(factors.rows, factors.beta_k2, strict=True)
-        ]
-        below = [ptx.exp2(last - row) for row in factors.rows]
-        left, below = ([ptx.pack_x2(x, x, Float16) for x in xs] for xs in (left, below))
-        self.decay_diagonal(coord, aqk_at, kk, kq, factors, own_columns)
-        for b in cutlass.range_constexpr(4):
-            words = decay_branch_free(
-                coord, kk, kq, factors.columns, (before, left), (last, below), b
-            )
-            if b < subchunk:
-                for e in cutlass.range_constexpr(4):
-                    self.inverse.store_system(coord, b, e % 2, e // 2, words[e])
-            if b > subchunk:
-                self.store_aqk_block(coord, aqk_at, b, words)
-        cute.arch.sync_warp()
 
-    def decay_diagonal(self, coord, aqk_at, kk, kq, factors, columns):
-        """The warp's diagonal blocks. Of a pair's two decays, there and back, one is at most 1."""
-        kk, kq = (
-            [[own_word(coord, words, i, j) for j in range(2)] for i in range(2)]
-            for words in (kk, kq)
-        )
-        words = []
-        for j in range(2):
-            for i in range(2):
-                decays = [ptx.exp2(-cute.math.abs(factors.rows[i] - x)) for x in columns[j]]
-                row, column = coord.row + 8 * i, 8 * j + 2 * coord.quad_lane
-                # Forward substitution reads below the diagonal only.
-                for p in range(2 if i >= j else 0):
-                    x = ptx.unpack([kk[i][j]], Float16)[p] * decays[p] * factors.beta_k2[i]
-                    at = self.inverse.diagonal_column(coord, column + p) + row * 4
-                    ptx.store_shared_f32(at, x)
-                products = ptx.unpack([kq[i][j]], Float16)
-                aqk = [x * decay for x, decay in zip(products, decays, strict=True)]
-                if i == j:
-                    aqk = [ptx.select(column + p >= row, aqk[p], Float32(0)) for p in range(2)]
-                words.append(ptx.pack_x2(*aqk, Float16) if i <= j else Uint32(0))
-        self.store_aqk_block(coord, aqk_at, coord.subchunk, words)
-
-    def store_aqk_block(self, coord, aqk_at, b, words):
-        """Block (b, subchunk) of Aqk, given transposed: halves of its columns, then of its rows."""
-        matrix = coord.lane // 8
-        row = b * SUBCHUNK + matrix // 2 * 8 + coord.lane % 8
-        vector = 2 * coord.subchunk + matrix % 2
-        ptx.stmatrix_x4_trans(aqk_at + self.inverse.vector_offset(row, vector), words)
+def store_aqk_block(inverse, coord, aqk_at, b, words):
+    """Block (b, subchunk) of Aqk, given transposed: halves of its columns, then of its rows."""
+    matrix = coord.lane // 8
+    row = b * SUBCHUNK + matrix // 2 * 8 + coord.lane % 8
+    vector = 2 * coord.subchunk + matrix % 2
+    ptx.stmatrix_x4_trans(aqk_at + inverse.vector_offset(row, vector), words)
 
 
 def decay_branch_free(coord, kk, kq, columns, before, last, b):
@@ -467,7 +446,6 @@ def decay_branch_free(coord, kk, kq, columns, before, last, b):
 
 
 def choose(condition, yes, no):
-    """One of two lists of numbers."""
     if isinstance(condition, bool):
         return yes if condition else no
     return [type(a)(select_(condition, a, b)) for a, b in zip(yes, no, strict=True)]

@@ -8,6 +8,8 @@ instead, by G(start) - G_i. Where that exceeds `MAX_GROWTH`, four tokens at a ti
 split.
 """
 
+import itertools
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32, Int64, Uint32
@@ -15,35 +17,9 @@ from cutlass.cute.arch import shuffle_sync
 from cutlass.cutlass_dsl import select_
 
 from ..device import hopper, ptx
-from . import bound, inverse, terms
+from . import bound, inputs_kda, inverse, layout, terms
 from .arguments import CHUNK, RAW_SCALE_BYTES, SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES
-from .inputs_kda import (
-    GROWTH_ROW,
-    VECTOR_BYTES,
-    InputRegions,
-    KdaGate,
-    RawInputs,
-    TileInputs,
-    bias_at,
-)
-from .inverse import GATE_BETA_K, GATE_BETA_K2, GATE_BYTES
-from .layout import (
-    K_BLOCKS,
-    KDA_SCALE_O,
-    KDA_SCALE_S_K,
-    KDA_SCALE_STATE,
-    LOG2_E,
-    MIN_LOG_DECAY,
-    Q_SCALE,
-    RAW_SCALE_K,
-    RAW_SCALE_Q,
-    RAW_SCALE_TOTALS,
-    SUBCHUNK,
-    TILE,
-    D,
-    head_chunk,
-    triangle_offset,
-)
+from .layout import K_BLOCKS, LOG2_E, SUBCHUNK, TILE, D
 
 MAX_GROWTH = 116.0
 """log2 of the largest growth of right operands in a sub-chunk.
@@ -79,19 +55,11 @@ class KdaTerms:
     """
 
     def __init__(
-        self,
-        K,
-        dtype,
-        g_dtype,
-        gate,
-        qk_l2norm,
-        windows=False,
-        raw=False,
-        assume_tokens=False,
+        self, K, dtype, g_dtype, gate, qk_l2norm, windows=False, raw=False, assume_tokens=False
     ):
         self.dtype, self.qk_l2norm = dtype, qk_l2norm
         self.raw, self.assume_tokens = raw, assume_tokens
-        self.gate = KdaGate(gate, g_dtype)
+        self.gate = inputs_kda.KdaGate(gate, g_dtype)
         self.scale_bytes = RAW_SCALE_BYTES if raw else SCALE_BYTES
         smem = hopper.SharedMemory()
         k_operands, qk_operands = smem.add(TILE_BYTES), smem.add(2 * TILE_BYTES)
@@ -103,16 +71,16 @@ class KdaTerms:
         regions = inverse.add_regions(smem, late)
         self.cumsum = regions.system  # of a K block; the system overwrites them
         assert CHUNK * CUMSUM_PITCH <= inverse.SYSTEM_BYTES + inverse.INVERSES_BYTES
-        self.inverse = inverse.Inverse(regions, triangle_offset)
+        self.inverse = inverse.Inverse(regions, layout.triangle_offset)
         self.aqk = late.add(TRIANGLE_BYTES)
         # Tinv overwrites operands that have been read, but not k_operands if TMA loads g there.
         self.tinv = regions.diagonals if raw else k_operands
         self.totals = smem.add(4 * D * 4)  # log decays of each sub-chunk, fp32
-        self.vectors = smem.add(4 * VECTOR_BYTES)
-        self.gates = smem.add(GATE_BYTES)
-        self.regions = InputRegions(k_operands, qk_operands, self.vectors, g_fp32)
+        self.vectors = smem.add(4 * inputs_kda.VECTOR_BYTES)
+        self.gates = smem.add(inverse.GATE_BYTES)
+        self.regions = inputs_kda.InputRegions(k_operands, qk_operands, self.vectors, g_fp32)
         inputs = self.gate, K, self.regions
-        self.inputs = RawInputs(*inputs, smem) if raw else TileInputs(*inputs)
+        self.inputs = inputs_kda.RawInputs(*inputs, smem) if raw else inputs_kda.TileInputs(*inputs)
         self.bound = bound.KdaTransitionBound(smem) if windows else None
         self.smem = smem
 
@@ -121,7 +89,6 @@ class KdaTerms:
         return self.smem.size
 
     def addresses(self, coord):
-        """Of the head's terms."""
         return terms.HeadAddresses(
             *(coord.shared + region for region in (self.gates, self.tinv, self.aqk))
         )
@@ -130,10 +97,9 @@ class KdaTerms:
     def prepare(self, args, coord, worker):
         beta, parameters = self.inputs.load(args, coord)
         inverse_norms, squares = self.norms(coord)
-        beta = self.inputs.activated(args, coord, beta)
-        self.store_norms(args, coord, inverse_norms, squares, beta)
-        if cutlass.const_expr(self.raw):
-            inverse_norms = self.store_inverse_norms(args, coord, inverse_norms)
+        if cutlass.const_expr(not self.raw):  # now: during the norms its load arrives
+            beta = inputs_kda.activate_beta_bits(args, coord, beta)
+        inverse_norms = self.store_norms(args, coord, inverse_norms, squares, beta)
         diagonal = new_blocks()
         if self.has_tokens(coord):
             for k_block in cutlass.range(K_BLOCKS, unroll=1):
@@ -147,7 +113,7 @@ class KdaTerms:
         self.store_diagonal(coord, head, diagonal)
         self.off_diagonal_blocks(args, coord, head)
         self.inverse.invert_diagonal(coord, head.gates)
-        if cutlass.const_expr(self.inputs.by_tma):
+        if cutlass.const_expr(self.raw):
             hopper.fence_async_proxy()  # TMA overwrites the operands
         ahead = worker.operands_read(args, coord)
         self.inverse.invert_below(coord, head.tinv)
@@ -189,10 +155,10 @@ class KdaTerms:
         return coord.shared + self.totals + subchunk * (D * 4)
 
     def vectors_at(self, coord):
-        return coord.shared + self.vectors + coord.subchunk * VECTOR_BYTES
+        return coord.shared + self.vectors + coord.subchunk * inputs_kda.VECTOR_BYTES
 
     def scales_at(self, args, coord):
-        return args.ptr.scales + head_chunk(args, coord.slot, coord.hv) * self.scale_bytes
+        return args.ptr.scales + layout.head_chunk(args, coord.slot, coord.hv) * self.scale_bytes
 
     # ---------------------------------------------------------------------------- norms
 
@@ -221,9 +187,12 @@ class KdaTerms:
         return shuffle_sync(parts[0] + parts[1], offset=coord.row * 4 + coord.row // 2)
 
     def store_norms(self, args, coord, inverse_norms, squares, beta):
-        """beta |k|**2 and beta |k| to shared memory, |q| and |k| to the workspace."""
+        """beta |k|**2 and beta |k| to shared memory, |q| and |k| to the workspace.
+
+        For scan_raw their inverses too. Returns these; q's, and Aqk with them, times Q_SCALE.
+        """
         scales, is_first = self.scales_at(args, coord), coord.quad_lane == 0
-        q_scale = args.scale * Float32(1 / Q_SCALE) if self.raw else args.scale
+        q_scale = args.scale * Float32(1 / layout.Q_SCALE) if self.raw else args.scale
         for i in range(2):
             token = coord.subchunk * SUBCHUNK + coord.row + 8 * i
             q_norm, k_norm = (
@@ -233,22 +202,19 @@ class KdaTerms:
             q_norm = q_norm * q_scale
             beta_k = shuffle_sync(beta, offset=coord.row + 8 * i) * k_norm
             at = coord.shared + self.gates + token * 4
-            ptx.store_shared_f32(at + GATE_BETA_K2 * 4, beta_k * k_norm)
-            ptx.store_shared_f32(at + GATE_BETA_K * 4, beta_k)
-            ptx.store_words(scales + KDA_SCALE_S_K + token * 4, [k_norm.bitcast(Uint32)], is_first)
-            ptx.store_words(scales + (KDA_SCALE_O + token * 4), [q_norm.bitcast(Uint32)], is_first)
+            ptx.store_shared_f32(at + inverse.GATE_BETA_K2 * 4, beta_k * k_norm)
+            ptx.store_shared_f32(at + inverse.GATE_BETA_K * 4, beta_k)
+            for first, x in ((layout.KDA_SCALE_S_K, k_norm), (layout.KDA_SCALE_O, q_norm)):
+                ptx.store_words(scales + (first + token * 4), [x.bitcast(Uint32)], is_first)
             if self.bound is not None:
-                self.bound.store_k_norm(coord, token, k_norm)
-
-    def store_inverse_norms(self, args, coord, inverse_norms):
-        """For scan_raw, to the workspace; q's, and Aqk with them, times Q_SCALE."""
-        scales = self.scales_at(args, coord)
-        scaled = [[q * Float32(Q_SCALE), k] for q, k in inverse_norms]
+                ptx.store_shared_f32(coord.shared + self.bound.k_decayed + token * 4, k_norm)
+        if not self.raw:
+            return inverse_norms
+        scaled = [[q * Float32(layout.Q_SCALE), k] for q, k in inverse_norms]
         for i, pair in enumerate(scaled):
             token = coord.subchunk * SUBCHUNK + coord.row + 8 * i
-            for first, x in zip((RAW_SCALE_Q, RAW_SCALE_K), pair, strict=True):
-                at = scales + (first + token * 4)
-                ptx.store_words(at, [x.bitcast(Uint32)], coord.quad_lane == 0)
+            for first, x in zip((layout.RAW_SCALE_Q, layout.RAW_SCALE_K), pair, strict=True):
+                ptx.store_words(scales + (first + token * 4), [x.bitcast(Uint32)], is_first)
         return scaled
 
     # ---------------------------------------------------------------------------- log decays
@@ -257,10 +223,10 @@ class KdaTerms:
         """Cumulate a K block's log decays, a channel per lane. Returns: any exceeds MAX_GROWTH."""
         total, bias = None, None
         if self.gate.gate != "log":
-            bias = ptx.load_shared_f32(bias_at(coord, self.vectors, k_block))
+            bias = ptx.load_shared_f32(inputs_kda.bias_at(coord, self.vectors, k_block))
         for t, g in enumerate(self.inputs.load_g(coord, k_block)):
             log = self.gate.log2_decay(g, parameters, bias)
-            log = ptx.fmax_nan(log, Float32(MIN_LOG_DECAY * LOG2_E))
+            log = ptx.fmax_nan(log, Float32(layout.MIN_LOG_DECAY * LOG2_E))
             total = log if total is None else total + log
             ptx.store_shared_f32(self.cumsum_at(coord, t) + coord.lane * 4, total)
         totals_at = self.totals_at(coord, coord.subchunk)
@@ -268,7 +234,9 @@ class KdaTerms:
         exceeds = cute.arch.vote_any_sync(total < Float32(-MAX_GROWTH))
         growth = ptx.exp2(Float32(TF32_TRUNCATION * LOG2_E) - total)
         growth = ptx.select(exceeds, Float32(0), growth)
-        ptx.store_shared_f32(self.vectors_at(coord) + GROWTH_ROW * 128 + coord.lane * 4, growth)
+        ptx.store_shared_f32(
+            self.vectors_at(coord) + inputs_kda.GROWTH_ROW * 128 + coord.lane * 4, growth
+        )
         return exceeds
 
     def load_total(self, coord, subchunk, k_block):
@@ -295,30 +263,24 @@ class KdaTerms:
                 ptx.select(x, Float32(1), Float32(0))
                 for x in (b < coord.subchunk, b > coord.subchunk)
             )
-            before = [cute.math.fma(x, earlier, y) for x, y in zip(totals[b], before, strict=True)]
-            after = [cute.math.fma(x, later, y) for x, y in zip(totals[b], after, strict=True)]
+            before = inputs_kda.add_scaled(before, totals[b], earlier)
+            after = inputs_kda.add_scaled(after, totals[b], later)
         if self.raw:
-            self.store_totals(args, coord, totals)
+            at = self.scales_at(args, coord) + layout.RAW_SCALE_TOTALS + coord.lane * 16
+            for b in range(4):
+                words = ptx.pack(totals[b], Float32)
+                ptx.store_words(at + b * D * 4, words, coord.subchunk == 2)
         else:
-            self.store_decays_around(coord, before, after)
+            for first, logs in ((FROM_START, before), (TO_END, after)):
+                for p, word in enumerate(ptx.pack_pairs([ptx.exp2(x) for x in logs])):
+                    ptx.store_shared(self.vectors_at(coord) + first + coord.lane * 8 + p * 4, word)
         # The last sub-chunk's warp has the sum of all of them.
         decays = [ptx.exp2(x + y) for x, y in zip(before, totals[3], strict=True)]
-        at = self.scales_at(args, coord) + KDA_SCALE_STATE + coord.lane * 16
-        ptx.store_words(at, [x.bitcast(Uint32) for x in decays], coord.subchunk == 3)
+        at = self.scales_at(args, coord) + layout.KDA_SCALE_STATE + coord.lane * 16
+        ptx.store_words(at, ptx.pack(decays, Float32), coord.subchunk == 3)
         if self.bound is not None:
             self.bound.store_decay(coord, decays)
         cute.arch.sync_warp()
-
-    def store_totals(self, args, coord, totals):
-        at = self.scales_at(args, coord) + RAW_SCALE_TOTALS + coord.lane * 16
-        for b in range(4):
-            words = [x.bitcast(Uint32) for x in totals[b]]
-            ptx.store_words(at + b * D * 4, words, coord.subchunk == 2)
-
-    def store_decays_around(self, coord, before, after):
-        for first, logs in ((FROM_START, before), (TO_END, after)):
-            for p, word in enumerate(ptx.pack_pairs([ptx.exp2(x) for x in logs])):
-                ptx.store_shared(self.vectors_at(coord) + first + coord.lane * 8 + p * 4, word)
 
     # ---------------------------------------------------------------------------- diagonal blocks
 
@@ -330,7 +292,7 @@ class KdaTerms:
         cumsum = [self.load_cumsum(coord, coord.row + 8 * i) for i in range(2)]
         total = self.load_total(coord, coord.subchunk, k_block)
         growth = ptx.load_shared_f32x8(
-            self.vectors_at(coord) + GROWTH_ROW * 128 + coord.quad_lane * 32
+            self.vectors_at(coord) + inputs_kda.GROWTH_ROW * 128 + coord.quad_lane * 32
         )
         tokens = self.load_unit_vectors(coord, inverse_norms, k_block)
         self.store_operands(coord, k_block, cumsum, total, growth, tokens, diagonal)
@@ -346,8 +308,8 @@ class KdaTerms:
         ]
         return [
             [
-                [x * y for x in ptx.unpack(words, self.dtype)]
-                for words, y in zip(raw[i], inverse_norms[i], strict=True)
+                [x * inverse for x in ptx.unpack(words, self.dtype)]
+                for words, inverse in zip(raw[i], inverse_norms[i], strict=True)
             ]
             for i in range(2)
         ]
@@ -417,14 +379,10 @@ class KdaTerms:
 
     def store_diagonal(self, coord, head, diagonal):
         beta_k2 = terms.load_beta_k2(coord, head.gates)
-        for half in range(2):
-            for i in range(2):
-                q_products, k_products = (
-                    [diagonal[2 * i + p, half, qk] for p in range(2)] for qk in range(2)
-                )
-                system = [x * beta_k2[i] for x in k_products]
-                self.inverse.store_system_diagonal(coord, i, half, system)
-                self.inverse.store_aqk_diagonal(coord, head.aqk, i, half, q_products)
+        for half, i, q_products, k_products in products_of(diagonal):
+            system = [x * beta_k2[i] for x in k_products]
+            self.inverse.store_system_diagonal(coord, i, half, system)
+            self.inverse.store_aqk_diagonal(coord, head.aqk, i, half, q_products)
 
     # ---------------------------------------------------------------------------- other blocks
 
@@ -435,7 +393,9 @@ class KdaTerms:
         Warp 0 multiplies sub-chunk 3 by sub-chunk 0.
         """
         one, two = new_blocks(), cute.make_rmem_tensor((4, 2, 2), Float32)
-        tiles = self.tile_addresses(args, coord)
+        at = layout.head_chunk(args, coord.slot, coord.hv) * TILE_BYTES
+        at = at + TILE.offset(coord.subchunk * SUBCHUNK + coord.row, coord.quad_lane)
+        tiles = [tile + at for tile in (args.ptr.q_tiles, args.ptr.k_tiles, args.ptr.k_restored)]
         absmax = self.bound.new_absmax() if self.bound is not None else None
         if coord.subchunk > 1:
             two.fill(0.0)
@@ -471,12 +431,6 @@ class KdaTerms:
             [ptx.load_shared_x4(self.left_at(coord, qk, step, k_block)) for step in range(2)]
             for qk in range(2)
         ]
-
-    def tile_addresses(self, args, coord):
-        """Of the lane's first vector in the tiles q_decayed, k_decayed, k_restored."""
-        at = head_chunk(args, coord.slot, coord.hv) * TILE_BYTES
-        at = at + TILE.offset(coord.subchunk * SUBCHUNK + coord.row, coord.quad_lane)
-        return [tile + at for tile in (args.ptr.q_tiles, args.ptr.k_tiles, args.ptr.k_restored)]
 
     def store_tiles(self, coord, tiles, absmax, k_block, left):
         """8 channels of the lane's tokens: q and k decayed from the chunk's start, k to its end.
@@ -524,15 +478,11 @@ class KdaTerms:
         """Block (a, b) of the system and of Aqk."""
         coord = coord._replace(subchunk=a)
         beta_k2 = terms.load_beta_k2(coord, head.gates)
-        for half in range(2):
-            for i in range(2):
-                q_products, k_products = (
-                    [block[2 * i + p, half, qk] for p in range(2)] for qk in range(2)
-                )
-                system = ptx.pack_x2(*(x * beta_k2[i] for x in k_products), Float16)
-                self.inverse.store_system(coord, b, i, half, system)
-                aqk = ptx.pack_x2(*q_products, Float16)
-                self.inverse.store_aqk(coord, head.aqk, b, i, half, aqk)
+        for half, i, q_products, k_products in products_of(block):
+            system = ptx.pack_x2(*(x * beta_k2[i] for x in k_products), Float16)
+            self.inverse.store_system(coord, b, i, half, system)
+            aqk = ptx.pack_x2(*q_products, Float16)
+            self.inverse.store_aqk(coord, head.aqk, b, i, half, aqk)
 
 
 def new_blocks():
@@ -540,6 +490,12 @@ def new_blocks():
     blocks = cute.make_rmem_tensor((4, 2, 2), Float32)
     blocks.fill(0.0)
     return blocks
+
+
+def products_of(block):
+    """Of each half of the columns and of the lane's rows: half, row, products with q, with k."""
+    for half, i in itertools.product(range(2), range(2)):
+        yield half, i, *([block[2 * i + p, half, qk] for p in range(2)] for qk in range(2))
 
 
 def add_diagonal(block, left, right):

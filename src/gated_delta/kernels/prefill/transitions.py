@@ -18,38 +18,21 @@ from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cutlass_dsl import select_
 
 from ..device import hopper, levels, ptx
-from ..device.args import DTYPES, Args
+from ..device.args import DTYPES
 from ..device.hopper import WARPGROUP
-from . import tiles
 from .arguments import STATE_BYTES
-from .layout import (
-    ARGUMENTS,
-    D,
-    Pointers,
-    Sizes,
-    Strides,
-    head_number,
-    init_shared,
-    segment_flag_at,
-    segment_number,
-)
+from .kernel import PrefillKernel
+from .layout import D, head_number, init_shared, segment_flag_at, segment_number
 from .mainloop_fp32 import MainloopFp32
-from .segments import (
-    add_window,
-    has_window,
-    in_place,
-    scan_coord,
-    window_chunks,
-)
+from .segments import add_window, has_window, in_place, scan_coord, window_chunks
 from .stages import LOAD_THREADS, make_stages
 from .state import (
     WARPGROUP_ROWS,
     inverse_power_of_2,
-    load_initial_state,
-    segment_state_offset,
+    segment_of,
+    segment_state_at,
     state_coord,
     store_rows,
-    without_checkpoints,
 )
 from .tiles import TileCopies
 from .work import work_of
@@ -58,62 +41,33 @@ from .work import work_of
 LOAD_REGISTERS, MMA_REGISTERS = 40, 232
 
 
-class PrefillTransitions:
-    """Static facts of a variant; `compile.py` compiles __call__ for symbolic everything else."""
-
-    arguments = ARGUMENTS
+class PrefillTransitions(PrefillKernel):
+    checkpoints = False
 
     def __init__(
         self, axis: str, K: int, V: int, dtype: str, state_dtype: str, stages: int | None = None
     ):
         # mma.sync has no registers for a second MMA warpgroup.
-        self.K, self.rows = K, V if levels.current().wgmma else WARPGROUP_ROWS
+        self.rows = V if levels.current().wgmma else WARPGROUP_ROWS
         self.mma_groups, self.b_tiles = self.rows // WARPGROUP_ROWS, V // self.rows
         self.tiles = self.b_tiles + D // self.rows  # of B's rows, then of M's
         self.has_windows = K == V == D
-        self.state_dtype = DTYPES[state_dtype]
         channel, one_group = axis == "channel", self.mma_groups == 1
         stages = stages or (2 if channel and not one_group else 3)
         smem = hopper.SharedMemory()
         self.stages = make_stages(smem, channel, self.rows, stages, 0)
         self.shared, self.threads = smem.size, WARPGROUP * (1 + self.mma_groups)
-        self.copies = TileCopies(
-            self.stages,
-            channel,
-            DTYPES[dtype],
-            self.rows,
-            self.b_tiles,
-            pass_registers=one_group,
-            absmax=one_group,
-            prefetch=one_group and not channel,
-        )
-        self.mainloop = MainloopFp32(
-            self.stages,
-            channel,
-            K,
-            DTYPES[dtype],
-            self.state_dtype,
-            mma_groups=self.mma_groups,
-            load_absmax=one_group,
-            has_outputs=False,
-        )
+        prefetch = one_group and not channel
+        self.copies = TileCopies(self.stages, DTYPES[dtype], self.b_tiles, prefetch)
+        state = DTYPES[state_dtype]
+        self.mainloop = MainloopFp32(self.stages, K, DTYPES[dtype], state, has_outputs=False)
 
-    @cute.jit
-    def __call__(
-        self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream
-    ):
-        ctas = self.tiles * size.HV * size.N * size.segments
-        ptr, stride, size = (without_checkpoints(x) for x in (ptr, stride, size))
-        kernel = self.kernel(ptr, scale, bound, stride, size)
-        hopper.launch(kernel, ctas, self.threads, self.shared, stream)
+    def ctas(self, args):
+        return self.tiles * args.size.HV * args.size.N * args.size.segments
 
     @cute.kernel
-    def kernel(
-        self, ptr: NamedTuple, scale: Float32, bound: Float32, stride: NamedTuple, size: NamedTuple
-    ):
-        thread, _, _ = cute.arch.thread_idx()
-        cta, _, _ = cute.arch.block_idx()
-        args = Args(ptr, scale, bound, stride, size)
+    def kernel(self, args: NamedTuple):
+        thread, cta = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
         stages = self.stages
         shared = init_shared(stages.rings, stages.tinv, 2 * stages.count, thread, self.threads)
         if args.ptr.sequence_order != 0:
@@ -130,14 +84,22 @@ class PrefillTransitions:
             next_coord = scan_coord(args, next_segment, self.rows, shared, coord.thread, group)
             next_window = window_chunks(args, next_coord)
             coord = add_window(args, coord)
-        if work.segment < size.segments - 1:
+        if work.segment < args.size.segments - 1:
             # Known at its start: the segment's B is the next initial state, and M is not needed.
             start_known = (work.segment == 0) | has_window(coord)
             first = (work.tile == 0) & (thread == 0)
-            self.store_flag(args, coord, start_known | (next_window > 0), first)
+            # No transition is passed over it where the next state is known, or not needed.
+            flag = Uint32(Int32(start_known | (next_window > 0)))
+            head = head_number(args, work.sequence.n, ptx.opaque(work.hv))
+            flag_at = segment_flag_at(args, segment_number(args, head, work.segment))
+            ptx.store_words(flag_at, [flag], first)
             if (next_window == 0) & (self.is_b(work) | (not start_known)):
-                rows = self.tile_of_matrix(work) * self.rows
-                coord = coord._replace(v_row=rows + cutlass.max(group, 0) * WARPGROUP_ROWS)
+                # The tile among those of B, or of M: B has a single one, or as many as M.
+                tile = work.tile % self.b_tiles
+                if cutlass.const_expr(self.b_tiles == 1):
+                    tile = cutlass.max(work.tile - 1, 0)
+                v_row = tile * self.rows + cutlass.max(group, 0) * WARPGROUP_ROWS
+                coord = coord._replace(v_row=v_row)
                 if group >= 0:
                     if cutlass.const_expr(self.mma_groups > 1):
                         cute.arch.setmaxregister_increase(MMA_REGISTERS)
@@ -146,20 +108,16 @@ class PrefillTransitions:
                     if cutlass.const_expr(self.mma_groups > 1):
                         cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
                     if thread < LOAD_THREADS:
-                        self.copies.load(
-                            args,
-                            coord,
-                            self.has_values,
-                            hopper.wait_for_previous_kernel,
-                        )
+                        # The identity has no values.
+                        self.copies.load(args, coord, self.is_b(coord.work))
 
     @cute.jit
     def copy_initial_state(self, args, coord):
         """Keep the first segment's initial state: in a pool a final state overwrites it."""
         state = cute.make_rmem_tensor((D // 2,), Float32)
         rows = state_coord(coord.v_row, coord.thread)
-        load_initial_state(args, coord.work, self.state_dtype, self.K, rows, state)
-        at = args.ptr.segment_states + segment_state_offset(args, coord.work, D)
+        self.mainloop.states.load_initial(args, coord.work, rows, state)
+        at = segment_state_at(args, coord.work)
         store_rows(at, Float32, D, rows, True, state, Float32(1))
 
     @cute.jit
@@ -169,14 +127,22 @@ class PrefillTransitions:
         right, frag = products.right_operands(coord), products.make_fragments()
         self.load_state(args, coord, frag.state)
         state_scale = self.mainloop.run(frag, right, args, coord, Int32(0))
-        self.store_state(args, coord, frag.state, state_scale)
+        # M or B among the transitions; B as the next segment's initial state where it is that.
+        work = coord.work
+        transition = args.ptr.segment_transitions + segment_of(args, work) * (2 * STATE_BYTES)
+        transition += Int64(select_(self.is_m(work), Int64(STATE_BYTES), Int64(0)))
+        next_state = segment_state_at(args, work) + STATE_BYTES
+        start_known = (work.segment == 0) | has_window(coord)
+        at = Int64(select_(start_known, next_state, transition))
+        rows, unscale = state_coord(coord.v_row, coord.thread), inverse_power_of_2(state_scale)
+        store_rows(at, Float32, D, rows, True, frag.state, unscale)
 
     @cute.jit
     def load_state(self, args, coord, state):
         """Zeros, an identity, or in front of the first segment the sequence's initial state."""
         rows = state_coord(coord.v_row, coord.thread)
         if (coord.work.segment == 0) & self.is_b(coord.work):
-            load_initial_state(args, coord.work, self.state_dtype, self.K, rows, state)
+            self.mainloop.states.load_initial(args, coord.work, rows, state)
         else:
             diagonal = ptx.select(self.is_m(coord.work), Float32(1), Float32(0))
             for j in cutlass.range_constexpr(D // 8):
@@ -184,37 +150,8 @@ class PrefillTransitions:
                     on_diagonal = rows.row + i // 2 * 8 == rows.column + 8 * j + i % 2
                     state[4 * j + i] = ptx.select(on_diagonal, diagonal, Float32(0))
 
-    @cute.jit
-    def store_state(self, args, coord, state, state_scale):
-        """M or B among the transitions; B as the next segment's initial state where it is that."""
-        ptr, work = args.ptr, coord.work
-        transition = ptr.segment_transitions + segment_state_offset(args, work, 2 * D)
-        transition += Int64(select_(self.is_m(work), Int64(STATE_BYTES), Int64(0)))
-        next_state = ptr.segment_states + segment_state_offset(args, work, D) + STATE_BYTES
-        start_known = (work.segment == 0) | has_window(coord)
-        at = Int64(select_(start_known, next_state, transition))
-        rows = state_coord(coord.v_row, coord.thread)
-        store_rows(at, Float32, D, rows, True, state, inverse_power_of_2(state_scale))
-
-    def store_flag(self, args, coord, flag, condition):
-        """Whether no transition is passed over the segment: the next initial state is there, or
-        not needed."""
-        head = head_number(args, coord.work.sequence.n, ptx.opaque(coord.work.hv))
-        at = segment_flag_at(args, segment_number(args, head, coord.work.segment))
-        ptx.store_words(at, [Uint32(Int32(flag))], condition)
-
     def is_b(self, work):
         return work.tile < self.b_tiles
 
     def is_m(self, work):
         return work.tile >= self.b_tiles
-
-    def tile_of_matrix(self, work):
-        """A work tile's number among those of B, or of M."""
-        if self.b_tiles == 1:
-            return cutlass.max(work.tile - 1, 0)
-        return work.tile % self.b_tiles  # V and D are both 128, or the only tile of B is 64 rows
-
-    def has_values(self, coord, token):
-        """Tokens past the last one have none, nor has the identity."""
-        return tiles.has_values(coord, token) & self.is_b(coord.work)

@@ -9,15 +9,9 @@ from cutlass.cutlass_dsl import select_
 
 from ..device import ptx
 from ..device.args import offset
+from . import layout
 from .arguments import CTA_QUEUE
-from .layout import (
-    Sequence,
-    counter_at,
-    first_chunk_slot,
-    load_sequence,
-    load_state_index,
-    num_chunks,
-)
+from .layout import Sequence
 from .state import prefetch_initial_state
 
 WORK_BYTES = 32
@@ -44,8 +38,8 @@ def work_of(args, number, tiles=1):
     tile, hv, rest = number % tiles, number // tiles % size.HV, number // (tiles * size.HV)
     segment, rank = rest % size.segments, rest // size.segments
     n = ptx.load_index(ptr.sequence_order + offset(rank, 4), Int32(ptr.sequence_order != 0), rank)
-    sequence = load_sequence(args, n)
-    slot = load_state_index(args, n)
+    sequence = layout.load_sequence(args, n)
+    slot = layout.load_state_index(args, n)
     state_index = Int32(select_(slot > size.null_index, slot, Int32(-1)))
     return Work(sequence, state_index, hv, tile, segment, Int32(0))
 
@@ -53,6 +47,21 @@ def work_of(args, number, tiles=1):
 def active_tokens(work):
     """Tokens of a work tile's sequence; an inactive one has none."""
     return Int32(select_(work.state_index >= 0, work.sequence.tokens, 0))
+
+
+@cute.jit
+def store_zeros(args, work, o_at, row, step):
+    """Zero o of an inactive sequence, and rows past the last sequence.
+
+    o_at: a thread's 16 bytes of the sequence's first token. row, step: its tokens.
+    """
+    begin, end = work.sequence.tokens, work.sequence.tokens
+    if work.state_index < 0:
+        begin = Int32(0)
+    if (work.sequence.n == args.size.N - 1) & (args.size.cu_seqlens_kind != 0):
+        end = args.size.total - work.sequence.start
+    for token in cutlass.range(begin + row, end, step, unroll=1):
+        ptx.store_words(o_at + offset(token, args.stride.o_t), [Uint32(0)] * 4, Int32(1))
 
 
 class TileScheduler:
@@ -89,10 +98,9 @@ class TileScheduler:
 
     @cute.jit
     def next_number(self, args, cta, i):
-        """The number of the CTA's i-th work tile, i > 0."""
         number = cta + i * args.size.sms
         if args.ptr.counters != 0:
-            number = args.size.sms + ptx.atomic_increment(counter_at(args, CTA_QUEUE))
+            number = args.size.sms + ptx.atomic_increment(layout.counter_at(args, CTA_QUEUE))
         return number
 
     @cute.jit
@@ -101,7 +109,7 @@ class TileScheduler:
         iterations_before = Int32(0)
         if i > 0:
             last = self.published_work(args, shared, i - 1)
-            chunks = num_chunks(active_tokens(last))
+            chunks = layout.num_chunks(active_tokens(last))
             iterations_before = last.iterations_before + chunks
         stage, phase = self.ring.locate(i)
         self.ring.producer_acquire(shared, stage, phase)
@@ -120,7 +128,7 @@ class TileScheduler:
         at = shared + self.work + self.ring.locate(i)[0] * WORK_BYTES
         n, start, tokens, state_index = (Int32(x) for x in ptx.load_shared_x4(at))
         hv, iterations_before = (Int32(ptx.load_shared(at + b)) for b in (16, 20))
-        sequence = Sequence(n, start, tokens, first_chunk_slot(args, n, start))
+        sequence = Sequence(n, start, tokens, layout.first_chunk_slot(args, n, start))
         return Work(sequence, state_index, hv, Int32(0), Int32(0), iterations_before)
 
     @cute.jit

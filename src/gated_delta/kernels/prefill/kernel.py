@@ -1,0 +1,69 @@
+"""The launch of a prefill kernel."""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from ..device import hopper, levels
+from ..device.args import Args, typed
+from .arguments import PrefillPointers, PrefillSizes, PrefillStrides
+from .layout import D
+
+Pointers, Strides, Sizes = (
+    typed(PrefillPointers, Int64),
+    typed(PrefillStrides, Int32),
+    typed(PrefillSizes, Int32),
+)
+
+
+class PrefillKernel:
+    """Static facts of a variant; `compile.py` compiles __call__ for symbolic everything else.
+
+    A kernel defines `kernel(args)`, its device code, and `ctas(args)`; and in __init__ `threads` of
+    a CTA and `shared`, its bytes of dynamic shared memory.
+    """
+
+    arguments = (Pointers, Float32, Float32, Strides, Sizes)
+    """Pointers, scale, the gate's lower bound, strides, sizes."""
+    checkpoints = True
+    """False drops the arguments of checkpoints."""
+    boxes: dict[str, hopper.SwizzledTile] = {}  # noqa: RUF012
+    """TMA boxes by tensor; `args.maps` has the tensors' maps."""
+    split = True
+    """As in hopper.make_maps."""
+    options: dict[str, Any] = {}  # noqa: RUF012
+    """Further options of the launch."""
+
+    @cute.jit
+    def __call__(
+        self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream
+    ):
+        if cutlass.const_expr(not self.checkpoints):
+            ptr, stride, size = (without_checkpoints(x) for x in (ptr, stride, size))
+        args = Args(ptr, scale, bound, stride, size)
+        if cutlass.const_expr(self.boxes):
+            maps = hopper.make_maps(ptr, stride, size, self.boxes, D, self.split)
+            args = hopper.TmaArgs(*args, maps)
+        self.kernel(args).launch(
+            grid=(self.ctas(args), 1, 1),
+            block=(self.threads, 1, 1),
+            smem=self.launch_shared(args),
+            stream=stream,
+            use_pdl=levels.current().pdl,
+            **self.options,
+        )
+
+    def launch_shared(self, args):
+        return self.shared
+
+
+def without_checkpoints(arguments):
+    """Drop the checkpoint arguments: in kernels that store none they would shift the constant bank,
+    and ptxas would give those kernels other registers."""
+    fields = [name for name in arguments._fields if "checkpoint" not in name]
+    values = [getattr(arguments, name) for name in fields]
+    return NamedTuple(
+        type(arguments).__name__, [(x, type(y)) for x, y in zip(fields, values, strict=True)]
+    )(*values)
