@@ -129,10 +129,7 @@ class PrefillFused(PrefillKernel):
         if role >= WarpRole.MMA0:
             cute.arch.setmaxregister_increase(self.registers[2])
             self.scheduler.for_each_work(
-                lambda work: self.mma(args, work, shared, thread, role - WarpRole.MMA0),
-                args,
-                shared,
-                thread,
+                lambda work: self.mma(args, work, shared, thread, role), args, shared, thread
             )
             # The last outputs leave from shared memory.
             cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -149,9 +146,9 @@ class PrefillFused(PrefillKernel):
 
     # ---------------------------------------------------------------------------- MMA warpgroups
 
-    def mma(self, args, work, shared, thread, group):
+    def mma(self, args, work, shared, thread, role):
         k, q = self.qk_tensors(shared)
-        self.mainloop.run(args, work, shared, thread, group, k, q, k)
+        self.mainloop.run(args, work, shared, thread, role - WarpRole.MMA0, k, q, k)
 
     def qk_tensors(self, shared):
         """k and q as operands of wgmma: [64, 128, stages]."""

@@ -96,12 +96,7 @@ class PrefillScanRaw(PrefillKernel):
         if role >= WarpRole.MMA0:
             cute.arch.setmaxregister_increase(self.registers[1])
             self.scheduler.for_each_work(
-                lambda work: self.mma(
-                    args, work, shared, thread % hopper.WARPGROUP, role - WarpRole.MMA0
-                ),
-                args,
-                shared,
-                thread,
+                lambda work: self.mma(args, work, shared, thread, role), args, shared, thread
             )
             # The last outputs leave from shared memory.
             cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -118,7 +113,8 @@ class PrefillScanRaw(PrefillKernel):
 
     # ---------------------------------------------------------------------------- MMA warpgroups
 
-    def mma(self, args, work, shared, thread, group):
+    def mma(self, args, work, shared, thread, role):
+        thread, group = thread % hopper.WARPGROUP, role - WarpRole.MMA0
         k, q, k_restored = (
             RAW_TILE.tensor(shared + at, STAGES) for at in (self.k, self.q, self.k_restored)
         )
