@@ -188,8 +188,17 @@ def test_decode_in_replayssms_ring(changed, dtype, in_ring, reason, plan):
     (decode,) = plan("sglang", kimi, modes=("decode",), ring=True, state_dtype=dtype).modes
     assert (decode.ours, decode.reason) == (not reason, reason)
     assert ("buffer_lens" in decode.calls[0][1]) == in_ring
-    with pytest.raises(ValueError, match="expected --ring with --engine sglang alone"):
+    with pytest.raises(ValueError, match="with --engine sglang; vLLM's is GATED_DELTA_VLLM_RING=1"):
         plan("vllm", kimi, ring=True)
+
+
+def test_decode_in_vllms_ring(plan, monkeypatch):
+    monkeypatch.setenv("GATED_DELTA_VLLM_RING", "1")
+    decode, _ = plan("vllm", NEXT).modes
+    assert [op for op, _ in decode.calls] == ["decode", "flush"]
+    assert "buffer_lens" in decode.calls[0][1]
+    with pytest.raises(ValueError, match="--drafts 0 with GATED_DELTA_VLLM_RING=1"):
+        plan("vllm", NEXT, drafts=3)
 
 
 def test_memory_of_drafts_is_what_the_plug_in_logs(plan, monkeypatch, caplog):

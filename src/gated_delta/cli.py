@@ -80,6 +80,7 @@ SWITCHES = {
     "GATED_DELTA_VLLM": False,
     "GATED_DELTA_SGLANG_KVBUFFER": False,
     "GATED_DELTA_VLLM_KVBUFFER": False,
+    "GATED_DELTA_VLLM_RING": False,
 }
 """Environment variables with values 0 and 1, and their defaults."""
 ENGINE_OPTIONS = ("model", "tp", "drafts", "tree", "ring", "requests", "dtype", "state_dtype")

@@ -248,7 +248,7 @@ def plan(asked: Asked, device: torch.device) -> Plan:
     if asked.tree and (engine == "vllm" or not asked.drafts):
         raise ValueError("expected --tree with --engine sglang and --drafts above 0")
     if asked.ring and engine == "vllm":
-        raise ValueError("expected --ring with --engine sglang alone")
+        raise ValueError("expected --ring with --engine sglang; vLLM's is GATED_DELTA_VLLM_RING=1")
     model = _model(asked)
     modes, drafts = (_sglang if engine == "sglang" else _vllm)(asked, model, device)
     release, refused = _release(engine, device)
@@ -407,6 +407,10 @@ def _vllm(asked: Asked, model: Model, device: torch.device) -> tuple[list[Mode],
     layer, left = _Layer(model, asked.drafts), vllm_calls.too_many(asked.drafts)
     in_kvbuffer = compile.flag("GATED_DELTA_VLLM_KVBUFFER", False)
     layer.buffered = in_kvbuffer and asked.drafts > 0 and not left
+    if compile.flag("GATED_DELTA_VLLM_RING", False):
+        if asked.drafts:
+            raise ValueError("expected --drafts 0 with GATED_DELTA_VLLM_RING=1")
+        layer.ring = 1  # kernels are the same for every number of tokens
     calls = layer.calls(pool, 64)
     modes = [
         Mode(x, [call for call in calls if (call[0] == "prefill") == (x == "prefill")])

@@ -15,6 +15,12 @@ Call = tuple[str, dict[str, Any]]
 """An operation and its arguments."""
 
 
+def drafts_line(buffer: float, states: float) -> str:
+    """Of an engine's log: bytes of a KVBuffer, and of the states that it replaces."""
+    sizes = buffer / 2**30, states / 2**30
+    return "gated_delta keeps drafts in {:.3f} GiB, in place of {:.3f} GiB of states".format(*sizes)
+
+
 def refused(calls: Iterable[Call]) -> dict[str, str]:
     """The operations that cannot run these calls, and why.
 
