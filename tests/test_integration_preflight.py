@@ -3,13 +3,15 @@
 import dataclasses
 import json
 import logging
+import re
+import shlex
 from types import SimpleNamespace
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from gated_delta import reference
+from gated_delta import cli, compile, reference
 from gated_delta.cli import app
 from gated_delta.gpus import H200
 from gated_delta.integrations import (
@@ -21,6 +23,7 @@ from gated_delta.integrations import (
     start,
 )
 from gated_delta.integrations.preflight import Asked, Sizes
+from gpu import needs_compiler
 
 CPU, BF16, FP32 = torch.device("cpu"), torch.bfloat16, torch.float32
 GDN = dict(
@@ -173,6 +176,32 @@ def test_drafts_that_form_a_tree(plan, monkeypatch):
             plan(engine, NEXT, drafts=drafts, tree=True)
 
 
+@pytest.mark.parametrize(
+    ("changed", "dtype", "in_ring", "reason"),
+    [
+        ({}, FP32, True, ""),
+        ({}, BF16, False, "ours needs ReplaySSM's ring in fp32, of 2 to 33 tokens"),
+        (dict(gate_lower_bound=-5.0), FP32, False, ""),  # SGLang's decode uses none
+    ],
+)
+def test_decode_in_replayssms_ring(changed, dtype, in_ring, reason, plan):
+    kimi = dict(model_type="kimi_linear", dtype="bfloat16", linear_attn_config=KIMI | changed)
+    (decode,) = plan("sglang", kimi, modes=("decode",), ring=True, state_dtype=dtype).modes
+    assert (decode.ours, decode.reason) == (not reason, reason)
+    assert ("buffer_lens" in decode.calls[0][1]) == in_ring
+    with pytest.raises(ValueError, match="with --engine sglang; vLLM's is GATED_DELTA_VLLM_RING=1"):
+        plan("vllm", kimi, ring=True)
+
+
+def test_decode_in_vllms_ring(plan, monkeypatch):
+    monkeypatch.setenv("GATED_DELTA_VLLM_RING", "1")
+    decode, _ = plan("vllm", NEXT).modes
+    assert [op for op, _ in decode.calls] == ["decode", "flush"]
+    assert "buffer_lens" in decode.calls[0][1]
+    with pytest.raises(ValueError, match="--drafts 0 with GATED_DELTA_VLLM_RING=1"):
+        plan("vllm", NEXT, drafts=3)
+
+
 def test_memory_of_drafts_is_what_the_plug_in_logs(plan, monkeypatch, caplog):
     """At 8 requests; the engine has a row more."""
     caplog.set_level(logging.INFO, sglang_common.LOG.name)
@@ -244,6 +273,37 @@ def test_kernels_that_a_pack_lacks_are_named(check, monkeypatch, tmp_path):
     assert result.exit_code == 1
     assert "decode lacks decode axis=head K=64 V=128 " in result.output
     assert "gated-delta compile --size 64x128" in " ".join(result.output.split())
+
+
+@needs_compiler
+def test_the_command_of_a_plan_builds_its_kernels(plan, monkeypatch, tmp_path):
+    """Run as it stands, but for the time: it compiles one kernel of all that it lists."""
+    built = []
+
+    def build(builds, out, *_):
+        monkeypatch.setenv("GATED_DELTA_CACHE_DIR", str(out))
+        built.extend(builds)
+        compile.build(*next(x for x in builds if x[0].label in flushes))
+
+    monkeypatch.setattr(cli, "build_all", build)
+    monkeypatch.setattr(start, "gpu_of", lambda device: H200)
+    for name, value in dict(JIT="0", SGLANG_KVBUFFER="1", CACHE_DIR=tmp_path / "a pack").items():
+        monkeypatch.setenv(f"GATED_DELTA_{name}", str(value))
+
+    def missing():
+        modes = plan("sglang", NEXT, drafts=4, tree=True, ring=True).modes
+        return [mode.reason for mode in modes], {x for mode in modes for x in mode.unbuilt}
+
+    reasons, before = missing()
+    flushes = {x for x in before if x.startswith("flush") and x.endswith("path=True")}
+    assert any(x.startswith("decode") and x.endswith("history=True") for x in before)
+    assert any(x.startswith("verify") and x.endswith("tree=True") for x in before)
+    (command,) = {re.search("`gated-delta (compile .*?)`", reason)[1] for reason in reasons}
+    assert command.startswith("compile --size 64x128 --ring --trees --out ")
+    assert CliRunner().invoke(app, shlex.split(command)).exit_code == 0
+    assert before <= {variant.label for variant, _ in built}
+    _, after = missing()
+    assert before - after == flushes != set()
 
 
 def test_kernels_to_be_compiled_are_counted(plan, monkeypatch, tmp_path):

@@ -113,7 +113,15 @@ def test_calls_of_a_layer_of_sglang(kind, scratch):
 
 
 @pytest.mark.parametrize("states", ["fp32", "as the inputs"])
-@pytest.mark.parametrize("scratch", ["states", "buffer"])
+@pytest.mark.parametrize(
+    ("scratch", "switches"),
+    [
+        ("states", ""),
+        ("buffer", ""),
+        ("states", "--ring"),
+        ("buffer", "--trees"),
+    ],
+)
 @pytest.mark.parametrize(
     ("kind", "D", "dtype", "options"),
     [
@@ -125,7 +133,7 @@ def test_calls_of_a_layer_of_sglang(kind, scratch):
     ],
 )
 def test_the_command_of_an_error_builds_all_kernels(
-    kind, D, dtype, options, scratch, states, monkeypatch
+    kind, D, dtype, options, scratch, switches, states, monkeypatch
 ):
     """Of an engine with these layers, on any GPU."""
     monkeypatch.setenv("GATED_DELTA_CACHE_DIR", "/a pack")
@@ -134,14 +142,16 @@ def test_the_command_of_an_error_builds_all_kernels(
     gate = "head" if kind == "GDN" else "channel"
     buffer = KVBuffer.empty(2, T=3, H=2, HV=4, K=D, V=D, gate=gate, device="cpu")
     drafts = buffer if scratch == "buffer" else torch.zeros(2, 3, *state.shape[1:]).to(state)
-    by_mode = Layer(kind, 2, 4, D, D, dtype).calls(state, True, drafts, 3)
+    ring, tree = buffer if "--ring" in switches else None, "--trees" in switches
+    by_mode = Layer(kind, 2, 4, D, D, dtype).calls(state, True, drafts, 3, ring, tree)
     calls = [call for calls in by_mode.values() for call in calls]
     problems = [api.explain(op, **arguments).problem for op, arguments in calls]
     for gpu in GPUS.values():
         variants = {x for problem in problems for x in dispatch.variants_of(problem, gpu)}
-        assert variants <= set(dispatch.shipped(gpu.arch, dtype, size))
+        assert variants <= set(dispatch.shipped(gpu.arch, dtype, size, bool(ring), tree))
         arch = [] if gpu == H200 else ["--arch", gpu.arch]
-        command = " ".join(["gated-delta compile", *arch, *options.split(), "--out '/a pack'"])
+        given = [*arch, *options.split(), *switches.split()]
+        command = " ".join(["gated-delta compile", *given, "--out '/a pack'"])
         assert dispatch.how_to_build(variants, gpu) == (
             f"`{command}` builds the kernels ahead of time"
         )

@@ -80,9 +80,10 @@ SWITCHES = {
     "GATED_DELTA_VLLM": False,
     "GATED_DELTA_SGLANG_KVBUFFER": False,
     "GATED_DELTA_VLLM_KVBUFFER": False,
+    "GATED_DELTA_VLLM_RING": False,
 }
 """Environment variables with values 0 and 1, and their defaults."""
-ENGINE_OPTIONS = ("model", "tp", "drafts", "tree", "requests", "dtype", "state_dtype")
+ENGINE_OPTIONS = ("model", "tp", "drafts", "tree", "ring", "requests", "dtype", "state_dtype")
 """Options of `check` with --engine alone."""
 LIST_OPTIONS = ("filter", "quick", "limit")
 """Options of `check` without --engine alone."""
@@ -241,6 +242,10 @@ def compile_kernels(
             metavar="<KxV>", help="Head dims, e.g. 64x64; those of released models when not given."
         ),
     ] = "",
+    ring: Annotated[
+        bool, typer.Option("--ring", help="Also decode and verify with buffer_lens.")
+    ] = False,
+    trees: Annotated[bool, typer.Option("--trees", help="Also verify and flush of trees.")] = False,
     cases: Annotated[
         bool, typer.Option("--cases", help="Also the kernels of `check --backend cute`.")
     ] = False,
@@ -257,7 +262,7 @@ def compile_kernels(
     dims = head_dims(size) if size else None
     builds: list[tuple[kernels.Variant, str]] = []
     for name in architectures(arch):
-        variants = [*dispatch.shipped(name, DTYPES[dtype.value], dims)]
+        variants = [*dispatch.shipped(name, DTYPES[dtype.value], dims, ring, trees)]
         for problem, gpu in itertools.product(problems, gpus_of(name)):
             variants += dispatch.variants_of(problem, gpu)
         builds += [(x, name) for x in dict.fromkeys(variants) if filter in x.label]
@@ -337,6 +342,9 @@ def check(
     tree: Annotated[
         bool, typer.Option("--tree", help="With --engine: the drafts form a tree.")
     ] = False,
+    ring: Annotated[
+        bool, typer.Option("--ring", help="With --engine sglang: --enable-linear-replayssm.")
+    ] = False,
     requests: Annotated[
         int, typer.Option(min=1, help="With --engine: requests at once, for the drafts' memory.")
     ] = 256,
@@ -366,7 +374,7 @@ def check(
 
         modes = tuple(x.value for x in dict.fromkeys(op or ()))
         given = (dtype and DTYPES[dtype.value], state_dtype and DTYPES[state_dtype.value])
-        server = (tp, drafts, tree, requests, *given, backend.value)
+        server = (tp, drafts, tree, ring, requests, *given, backend.value)
         try:
             plan = preflight.plan(preflight.Asked(engine.value, model, modes, *server), where)
         except ValueError as problem:

@@ -29,11 +29,15 @@ def shipped(
     arch: str = H200.arch,
     dtype: torch.dtype = torch.bfloat16,
     size: tuple[int, int] | None = None,
+    ring: bool = False,
+    trees: bool = False,
 ) -> tuple[compile.Variant, ...]:
     """Variants that `gated-delta compile` builds for an architecture.
 
     Inputs of that dtype, qk_l2norm, states in fp32 and in that dtype, beta or its logits.
     size: K and V, in place of MODELS'; operations without kernels for them have no variants.
+    ring: also decode and verify with `buffer_lens`. trees: also verify with `parents`, flush with
+    `path`.
     """
     variants: dict[compile.Variant, None] = {}
     models = dict.fromkeys((axis, *(size or dims), gates) for axis, *dims, gates in MODELS)
@@ -48,7 +52,7 @@ def shipped(
                 gate=gate, dtype=dtype, g_dtype=g_dtype, beta_logits=logits
             )
             for op in OPERATIONS.values():
-                for problem in op.shipped(axis, K, V, state, tokens):
+                for problem in op.shipped(axis, K, V, state, tokens, ring, trees):
                     for gpu in gpus_of(arch) if not op.missing(problem) else ():
                         variants |= dict.fromkeys(op.variants(problem, gpu))
     return tuple(variants)
@@ -60,11 +64,13 @@ def how_to_build(variants: Iterable[compile.Variant], gpu: Gpu) -> str:
     facts = [dict(variant.facts) for variant in wanted]
     dims = [(x.get("K", x.get("V")), x.get("V", x.get("K"))) for x in facts]
     sizes = dict.fromkeys([None, *((K, V) for K, V in dims if K)])
-    for size, dtype in itertools.product(sizes, (torch.bfloat16, torch.float16)):
-        if wanted <= set(shipped(gpu.arch, dtype, size)):
+    dtypes, switches = (torch.bfloat16, torch.float16), (False, True)
+    for ring, trees, size, dtype in itertools.product(switches, switches, sizes, dtypes):
+        if wanted <= set(shipped(gpu.arch, dtype, size, ring, trees)):
             options = ["--arch", gpu.arch] if gpu.arch != H200.arch else []
             options += ["--dtype", SHORT[dtype]] if dtype != torch.bfloat16 else []
             options += ["--size", f"{size[0]}x{size[1]}"] if size else []
+            options += ["--ring"] * ring + ["--trees"] * trees
             out = str(compile.directory())
             command = shlex.join(["gated-delta", "compile", *options, "--out", out])
             return f"`{command}` builds the kernels ahead of time"

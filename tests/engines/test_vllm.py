@@ -388,6 +388,7 @@ def test_batch_invariance(models: Any, tmp_path: Path) -> None:
         ({}, []),
         (dict(refused=dict(decode="K=96")), ["decode and prefill on gated_delta"]),
         (dict(num_spec=1), ["no draft tokens"]),
+        (dict(ring=15), ["GATED_DELTA_VLLM_RING=0"]),
         (dict(dtype=torch.bfloat16), ["--mamba-ssm-cache-dtype float32"]),
         (dict(block=96), ["prompts cut at multiples of 64 tokens"]),
         (dict(mode="none"), ["prompts cut at multiples of 64 tokens"]),
@@ -410,6 +411,7 @@ def test_what_batch_invariance_needs(
         tally=vllm_common.Tally(case["refused"]),
         cache_config=SimpleNamespace(mamba_block_size=case["block"], mamba_cache_mode=case["mode"]),
         num_spec=case["num_spec"],
+        ring=case.get("ring", 0),
         cuts=case["cuts"],
         get_state_dtype=lambda: (torch.float32, case["dtype"]),
     )
@@ -604,42 +606,149 @@ def test_drafts(make: Any, buffered: bool, models: Any, tmp_path: Path) -> None:
         assert result.calls["preempted"]
 
 
+@pytest.mark.parametrize("make", [qwen3_5, kimi_linear])
+def test_decode_in_a_ring(
+    make: Any, models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three tokens, beside prefills in chunks; requests leave, and others get their slots."""
+    model = models(make)
+    monkeypatch.setenv("GATED_DELTA_VLLM_RING", "1")
+    result = run(
+        tmp_path,
+        model.path,
+        job=dict(preempt_every=7),
+        enable_prefix_caching=False,
+        replayssm_buffer_len=4,
+    )
+    assert result.tokens == model.tokens
+    assert result.calls["preempted"] >= 3
+    assert result.calls["prefill from a state"]
+    assert "prefill+decode" in result.batches
+    assert result.calls["ring"] == result.calls["decode"]
+    assert result.calls["folds"] > 3 * len(PROMPTS) * len(result.report)
+    assert "keeps up to 3 tokens of a sequence beside its state" in result.log
+    _all_on_gated_delta(result, "prefill", "decode")
+    _as_planned(result, model.path, dtype=torch.float32)
+
+
+class Stack:
+    """Three layers with one block table: their builder, states of 5 slots and buffers."""
+
+    def __init__(self, even: bool, ring: int):
+        from gated_delta.integrations import vllm_kvbuffer
+
+        L, P, HV, V, K = 3, 5, 2, 16, 32
+        self.storage = torch.randn(20, HV, V, K)
+        self.pools = [slice(row, row + P) for row in (0, 6, 12 if even else 13)]
+        self.buffer = gated_delta.KVBuffer.empty(P, 3, 1, HV, K, V, num_layers=L)
+        for x in (self.buffer.u, self.buffer.k, self.buffer.log_decay):
+            x.copy_(-torch.rand_like(x))
+        self.builder = object.__new__(vllm_kvbuffer.Builder)
+        self.builder.layers = [
+            SimpleNamespace(
+                kv_cache=(None, self.storage[pool]),
+                kvbuffer=self.buffer.layer(i),
+                ring=ring,
+                null_index=0,
+                backend="reference",
+            )
+            for i, pool in enumerate(self.pools)
+        ]
+        assert len(self.builder.stacks) == (1 if even else L)
+
+    def flushed(self, counts: list[int], slots: list[int], **options: Any) -> torch.Tensor:
+        """A copy of the storage with the first tokens of some rows folded."""
+        storage = self.storage.clone()
+        options |= dict(state_indices=torch.tensor(slots), backend="reference")
+        for i, pool in enumerate(self.pools):
+            layer = self.buffer.layer(i)
+            gated_delta.flush(storage[pool], layer, torch.tensor(counts), **options)
+        assert not torch.equal(storage, self.storage)
+        return storage
+
+
+@pytest.mark.parametrize("even", [True, False])
+def test_the_ring_before_a_step(even: bool) -> None:
+    """A prompt that goes on has its row folded; a new one forgets the row of its slot's past."""
+    stack = Stack(even, ring=3)
+    builder = stack.builder
+    builder.lens = torch.full((8,), 9, dtype=torch.int32)
+    builder.slot_lens = torch.tensor([0, 3, 1, 2, 2], dtype=torch.int32)
+    expected = stack.flushed([2], [3], buffer_indices=torch.tensor([3]))
+    mixed = dict(num_decodes=2, num_prefills=2, has_initial_state=torch.tensor([1, 1, 1, 0]) > 0)
+    slots = torch.tensor([1, 2, 3, 4, 0], dtype=torch.int32)
+    builder._keep(SimpleNamespace(**mixed, non_spec_state_indices_tensor=slots))
+    assert torch.equal(stack.storage, expected)
+    assert builder.lens.tolist() == [3, 1, *[9] * 6]
+    assert builder.slot_lens.tolist() == [0, 0, 2, 0, 0]
+    slots = torch.tensor([4, 2, 0, 0], dtype=torch.int32)  # padded for a CUDA graph
+    m = SimpleNamespace(num_decodes=2, num_prefills=0, non_spec_state_indices_tensor=slots)
+    for lens in (0, 2), (1, 3), (2, 0), (3, 1), (0, 2):
+        builder._keep(m)
+        assert builder.lens[:2].tolist() == list(lens)
+    assert torch.equal(stack.storage, expected)
+
+
+@pytest.mark.parametrize("channels", [False, True])
+def test_rows_lie_behind_the_states(channels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In vLLM's pages, which vLLM makes large enough."""
+    from vllm.platforms.interface import Platform
+
+    from gated_delta.integrations import vllm_common, vllm_kvbuffer, vllm_layers
+
+    shapes, dtypes = ((3, 8), (4, 16, 8)), (torch.bfloat16, torch.float32)
+    layer = object.__new__(vllm_layers.Kimi)
+    vars(layer).update(prefix="model.layers.0", sizes=(2, 4, 16, 8), ring=3, channels=channels)
+    vars(layer).update(get_state_shape=lambda: shapes, get_state_dtype=lambda: dtypes)
+    sizes: list[int] = []
+
+    def align(platform: Any, config: Any, backend: Any) -> None:
+        from vllm.v1.kv_cache_interface import MambaSpec
+
+        spec = MambaSpec(shapes=shapes, dtypes=dtypes, block_size=-1)
+        sizes.append(spec.page_size_bytes)
+
+    monkeypatch.setattr(Platform, "_align_hybrid_block_size", classmethod(align))
+    vllm_kvbuffer.widen_pages.__wrapped__()
+    for layers in ([], [layer]):
+        monkeypatch.setattr(vllm_common, "layers", layers)
+        Platform._align_hybrid_block_size(None, None)
+    row = 4 * 3 * (4 * 16 + 2 * 8 + 4 * (8 if channels else 1))
+    assert sizes == [48 + 4 * 4 * 16 * 8, sizes[0] + row]
+    pages = torch.zeros(5, 1, 1, sizes[1] + 32, dtype=torch.int8)[..., : sizes[1]]
+    vllm_layers.abstract.MambaBase.bind_kv_cache(layer, pages)
+    buffer = vllm_kvbuffer.rows_of(layer, pages)
+    assert buffer.log_decay.shape == ((5, 3, 4, 8) if channels else (5, 3, 4))
+    for x in (buffer.u, buffer.k, buffer.log_decay):
+        assert not x.any()
+        x[2] = -1
+    assert not any(x.any() for x in layer.kv_cache)
+    assert pages.count_nonzero() == pages[2].count_nonzero() == row // 2  # -1: bytes 0, 0, 128, 191
+    spec = vllm_kvbuffer.kv_cache_interface.MambaSpec(
+        shapes=shapes, dtypes=dtypes, block_size=1, page_size_padded=sizes[1] - 1
+    )
+    with pytest.raises(RuntimeError, match=f"model.layers.0 needs pages of {sizes[1]} bytes"):
+        vllm_kvbuffer.with_rows(layer, spec)
+
+
 @pytest.mark.parametrize("even", [True, False])
 @pytest.mark.parametrize("v2", [True, False])
 def test_folding_after_sampling(v2: bool, even: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In both model runners; drafts beside a prompt; layers that lie unevenly in the cache."""
     from gated_delta.integrations import vllm_common, vllm_kvbuffer
 
-    L, P, N, HV, V, K = 3, 5, 2, 2, 16, 32
-    rows = [0, 6, 12 if even else 13]
-    storage = torch.randn(20, HV, V, K)
-    states = [storage[row : row + P] for row in rows]
-    drafts = gated_delta.KVBuffer.empty(4, 3, 1, HV, K, V, num_layers=L)
-    for x in (drafts.u, drafts.k, drafts.log_decay):
-        x.copy_(-torch.rand_like(x))
-    builder = object.__new__(vllm_kvbuffer.Builder)
-    builder.layers = [
-        SimpleNamespace(
-            kv_cache=(None, states[i]), drafts=drafts.layer(i), null_index=0, backend="reference"
-        )
-        for i in range(L)
-    ]
-    assert len(builder.stacks) == (1 if even else L)
+    stack = Stack(even, ring=0)
+    builder = stack.builder
     builder._keep(
         SimpleNamespace(
-            num_spec_decodes=N,
+            num_spec_decodes=2,
             num_prefills=1,
             num_decodes=0,
             spec_sequence_masks_cpu=torch.tensor([True, False, True, False]),  # the last: padding
             spec_state_indices_tensor=torch.tensor([[3], [1]]),
         )
     )
-    expected = storage.clone()
-    for i, row in enumerate(rows):
-        counts, slots = torch.tensor([2, 1]), torch.tensor([3, 1])
-        pool = expected[row : row + P]
-        gated_delta.flush(pool, drafts.layer(i), counts, state_indices=slots, backend="reference")
-    assert not torch.equal(storage, expected)
+    expected = stack.flushed([2, 1], [3, 1])
     monkeypatch.setattr(vllm_common, "layers", builder.layers)
     runner, name = vllm_kvbuffer.runner_of(v2)
     monkeypatch.setattr(runner, name, lambda *_: None)
@@ -648,7 +757,7 @@ def test_folding_after_sampling(v2: bool, even: bool, monkeypatch: pytest.Monkey
     counted = SimpleNamespace(num_accepted_tokens=SimpleNamespace(gpu=sampled))
     for _ in range(2):  # once
         getattr(runner, name)(counted, sampled, sampled)
-        torch.testing.assert_close(storage, expected, rtol=0, atol=0)
+        assert torch.equal(stack.storage, expected)
 
 
 @pytest.mark.parametrize(
@@ -659,7 +768,14 @@ def test_folding_after_sampling(v2: bool, even: bool, monkeypatch: pytest.Monkey
         (dict(pipeline_parallel_size=2), "--pipeline-parallel-size 1"),
         (dict(refused=dict(flush="K=96")), "every operation on gated_delta.* lack K=96"),
         (dict(backend="K3's"), "vLLM's metadata for GDN, not Kimi K3's"),
+        (dict(use_ubatching=True), "no --enable-dbo, no --ubatch-size"),
         (dict(left=dict(decode="more than 15 draft tokens")), None),  # vLLM's states stay
+        (dict(ring=True), ""),
+        (dict(ring=True, num_spec=3), "no draft tokens"),
+        (dict(ring=True, kv_transfer_config="a connector's"), "no KV connector"),
+        (dict(ring=True, num_spec=16, left=dict(decode="16 drafts")), "every .*lack 16 drafts; no"),
+        (dict(ring=True, mamba_cache_mode="align"), "--no-enable-prefix-caching"),
+        (dict(ring=True, left=dict.fromkeys(("decode", "prefill"), "declined")), None),
     ],
 )
 def test_what_a_kvbuffer_needs(
@@ -670,12 +786,16 @@ def test_what_a_kvbuffer_needs(
     case: dict[str, Any] = dict(
         mamba_cache_mode="none", pipeline_parallel_size=1, refused={}, left={}
     )
-    case |= dict(backend=vllm_kvbuffer.GDNAttentionBackend, max_num_seqs=4) | changed
+    case |= dict(backend=vllm_kvbuffer.GDNAttentionBackend, max_num_seqs=4)
+    case |= dict(use_ubatching=False, kv_transfer_config=None, replayssm_buffer_len=33, ring=False)
+    case |= changed
+    switch = vllm_kvbuffer.RING if case["ring"] else vllm_kvbuffer.DRAFTS
     config = SimpleNamespace(enable_chunked_prefill=True, use_v2_model_runner=False, **case)
     config.scheduler_config = config.cache_config = config.parallel_config = config
 
     class Layer(vllm_layers.Core):
-        prefix, name, num_spec, mamba_type = "model.layers.0", "Layer", 3, None
+        prefix, name, mamba_type = "model.layers.0", "Layer", None
+        num_spec = case.get("num_spec", 0 if case["ring"] else 3)
         model_config = SimpleNamespace(dtype=torch.bfloat16)
 
         def get_state_shape(self) -> Any:
@@ -688,19 +808,35 @@ def test_what_a_kvbuffer_needs(
             return 4
 
     base = vllm_layers.abstract.MambaBase
-    monkeypatch.setenv("GATED_DELTA_VLLM_KVBUFFER", "1")
+    monkeypatch.setenv(switch, "1")
+    monkeypatch.setattr(vllm_kvbuffer, "widen_pages", lambda: None)
     monkeypatch.setattr(vllm_layers, "get_current_vllm_config", lambda: config)
     monkeypatch.setattr(vllm_layers.vllm_start, "left_to_vllm", lambda *_: case["left"])
     monkeypatch.setattr(vllm_layers.vllm_start, "missing", lambda *_: case["refused"])
     monkeypatch.setattr(vllm_kvbuffer, "fold_after_sampling", lambda v2: None)
     monkeypatch.setattr(base, "get_attn_backend", lambda layer: case["backend"])
     if needed:
-        reason = f"GATED_DELTA_VLLM_KVBUFFER=1: model.layers.0 needs {needed}"
+        reason = f"{switch}=1: model.layers.0 needs {needed}"
         with pytest.raises(RuntimeError, match=reason):
             Layer()
     else:
-        buffered = needed is not None
-        assert (Layer().get_attn_backend() is vllm_kvbuffer.Backend) == buffered
+        in_kvbuffer = needed is not None
+        assert (Layer().get_attn_backend() is vllm_kvbuffer.Backend) == in_kvbuffer
+
+
+def test_the_length_of_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gated_delta.integrations import vllm_kvbuffer
+
+    def tokens(L: int) -> int:
+        config = SimpleNamespace(cache_config=SimpleNamespace(replayssm_buffer_len=L))
+        return vllm_kvbuffer.ring_tokens(config)
+
+    assert tokens(16) == 0
+    monkeypatch.setenv("GATED_DELTA_VLLM_RING", "1")
+    assert (tokens(2), tokens(33)) == (1, 32)
+    for L in (1, 34):
+        with pytest.raises(ValueError, match=f"--replayssm-buffer-len: .*RING=1, got {L}"):
+            tokens(L)
 
 
 def test_drafts_and_convolution_of_vllm(plain: Run, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from rich.table import Table
 
 from gated_delta import compile
 from gated_delta.integrations import card_check, releases, sglang_common, start, vllm, vllm_calls
+from gated_delta.integrations.sglang_kernels import ring_lacks
 from gated_delta.integrations.sglang_start import Layer
 from gated_delta.ops.launch import MAX_NORM
 from gated_delta.problem import INPUT_DTYPES, MAX_DRAFT, SHORT, KVBuffer, UnsupportedProblem, number
@@ -203,7 +204,8 @@ class Plan(NamedTuple):
 class Asked(NamedTuple):
     """A server: tensor parallelism, drafts as its engine counts them, requests at once, dtypes.
 
-    tree: drafts are trees. modes: those to be ours. backend: auto is the plug-in's, cute on a GPU.
+    tree: drafts are trees. ring: decode keeps tokens in SGLang's ReplaySSM. modes: those to be
+    ours. backend: auto is the plug-in's, cute on a GPU.
     """
 
     engine: str
@@ -212,6 +214,7 @@ class Asked(NamedTuple):
     tp: int = 1
     drafts: int = 0
     tree: bool = False
+    ring: bool = False
     requests: int = 1
     dtype: torch.dtype | None = None
     state_dtype: torch.dtype | None = None
@@ -244,6 +247,8 @@ def plan(asked: Asked, device: torch.device) -> Plan:
         raise ValueError(f"expected --op to be of {', '.join(known)}, got {min(unknown)}")
     if asked.tree and (engine == "vllm" or not asked.drafts):
         raise ValueError("expected --tree with --engine sglang and --drafts above 0")
+    if asked.ring and engine == "vllm":
+        raise ValueError("expected --ring with --engine sglang; vLLM's is GATED_DELTA_VLLM_RING=1")
     model = _model(asked)
     modes, drafts = (_sglang if engine == "sglang" else _vllm)(asked, model, device)
     release, refused = _release(engine, device)
@@ -254,8 +259,11 @@ def plan(asked: Asked, device: torch.device) -> Plan:
         mode.calls = [(op, arguments | dict(backend=backend)) for op, arguments in mode.calls]
         if refused:
             mode.leave(refused)
-        elif mode.ours:
-            _decide(mode, device)
+        elif mode.ours and (lacks := start.refused(mode.calls)):
+            mode.leave(f"ours needs {'; '.join(dict.fromkeys(lacks.values()))}")
+    served = [call for mode in modes if mode.ours for call in mode.calls]
+    for mode in (mode for mode in modes if mode.ours):
+        _look_for_kernels(mode, served, device)
     calls = [call for mode in modes if mode.ours for call in mode.calls]
     # All heads; an engine's start runs few.
     heads = model.sizes.H, model.sizes.HV
@@ -321,19 +329,17 @@ def _release(engine: str, device: torch.device) -> tuple[str, str]:
     return f"{ENGINES[engine]} {version} is {served}", refusal or ""
 
 
-def _decide(mode: Mode, device: torch.device) -> None:
-    """Whether our kernels run the mode's calls, as the plug-ins decide it at their start."""
-    if refused := start.refused(mode.calls):
-        mode.leave(f"ours needs {'; '.join(dict.fromkeys(refused.values()))}")
-    elif not (compile.may_compile() and compile.installed(compile.COMPILER)):
+def _look_for_kernels(mode: Mode, served: list[start.Call], device: torch.device) -> None:
+    """Leaves a mode whose kernels are missing. served: the calls of all modes, for the command."""
+    if not (compile.may_compile() and compile.installed(compile.COMPILER)):
         try:
-            start.load(mode.calls, device)
+            start.load(mode.calls, device, served)
         except UnsupportedProblem as error:
             reason, *_ = str(error).splitlines()
             mode.leave(reason)
             mode.unbuilt = error.missing
     else:
-        mode.unbuilt, command = start.unbuilt(mode.calls, device)
+        mode.unbuilt, command = start.unbuilt(mode.calls, device, served)
         if mode.unbuilt:
             mode.reason = f"its start compiles {len(mode.unbuilt)} kernels; {command}"
 
@@ -345,25 +351,31 @@ def _sglang(asked: Asked, model: Model, device: torch.device) -> tuple[list[Mode
     drafts: dict[str, int] = {}
     in_kvbuffer = compile.flag("GATED_DELTA_SGLANG_KVBUFFER", False)
     T, unfit = asked.drafts, sglang_common.drafts_need(asked.drafts, asked.tree, in_kvbuffer)
+    gate = "channel" if family == "KDA" else "head"
+    sizes: dict[str, Any] = dict(H=H, HV=HV, K=K, V=V, gate=gate)
     if 0 < T <= MAX_DRAFT:
-        gate = "channel" if family == "KDA" else "head"
-        sizes: dict[str, Any] = dict(T=T, H=H, HV=HV, K=K, V=V, gate=gate)
         rows = asked.requests + 1  # and the padding's
-        buffer = KVBuffer.empty(rows, **sizes, num_layers=layers, device="meta")
+        buffer = KVBuffer.empty(rows, T, **sizes, num_layers=layers, device="meta")
         drafts = dict(states=model.state_bytes(rows * T), kvbuffer=buffer.nbytes)
         scratch = (
-            KVBuffer.empty(2, **sizes, device=device)
+            KVBuffer.empty(2, T, **sizes, device=device)
             if in_kvbuffer
             else state.new_zeros(2, T, HV, V, K)
         )
+    ring = None
+    if asked.ring and bound is None:  # SGLang's has the states' dtype
+        ring = KVBuffer.empty(2, 1, **sizes, device=device)
+        ring = replace(ring, u=ring.u.to(state))
     norm = model.family.fuses_norm and model.kind != "kimi_k3" and V <= MAX_NORM
     layer = Layer(family, H, HV, K, V, model.dtype, bound, norm)
-    by_mode = layer.calls(state, tracked=True, scratch=scratch, drafts=T, tree=asked.tree)
+    by_mode = layer.calls(state, True, scratch, T, ring, asked.tree)
     names = asked.modes or MODES["sglang"][: 3 if T else 2]
     modes = [Mode(name, by_mode.get(name, [])) for name in names]
     for mode in modes:
         if not mode.calls:
             mode.leave(f"ours needs {unfit or 'drafts: --drafts is 0'}")
+        if mode.name == "decode" and (lacks := ring_lacks(ring)):
+            mode.leave(f"ours needs {lacks}")
         if mode.name == "decode" and model.kind == "kimi_k3" and HV == 12:
             mode.leave("SGLang has a fused kernel for 12 heads a GPU")
     return modes, drafts
@@ -397,6 +409,10 @@ def _vllm(asked: Asked, model: Model, device: torch.device) -> tuple[list[Mode],
     layer, left = _Layer(model, asked.drafts), vllm_calls.too_many(asked.drafts)
     in_kvbuffer = compile.flag("GATED_DELTA_VLLM_KVBUFFER", False)
     layer.buffered = in_kvbuffer and asked.drafts > 0 and not left
+    if compile.flag("GATED_DELTA_VLLM_RING", False):
+        if asked.drafts:
+            raise ValueError("expected --drafts 0 with GATED_DELTA_VLLM_RING=1")
+        layer.ring = 1  # kernels are the same for every number of tokens
     calls = layer.calls(pool, 64)
     modes = [
         Mode(x, [call for call in calls if (call[0] == "prefill") == (x == "prefill")])

@@ -234,6 +234,7 @@ VLLM = {
                 "KimiK3KDAMetadata": "01553b6a",
                 "KimiK3KDAMetadataBuilder": "fefab0e8",
             },
+            "platforms/interface.py": {"Platform._align_hybrid_block_size": "deb9d8f4"},
             "v1/attention/backends/gdn_attn.py": {
                 "GDNAttentionBackend": "2b0e7d76",
                 "GDNAttentionMetadata": "28df30c7",
@@ -267,6 +268,7 @@ VLLM = {
                 "KimiK3KDAMetadata": "01553b6a",
                 "KimiK3KDAMetadataBuilder": "fa25fecb",
             },
+            "platforms/interface.py": {"Platform._align_hybrid_block_size": "854243b9"},
             "v1/attention/backends/gdn_attn.py": {
                 "GDNAttentionBackend": "2b0e7d76",
                 "GDNAttentionMetadata": "caf9dab7",

@@ -27,36 +27,24 @@ class RawGate(NamedTuple):
     dt_bias: Tensor
 
 
-class Ring(NamedTuple):
+def ring_of(given: Given) -> KVBuffer | None:
     """ReplaySSM's records of a layer (--enable-linear-replayssm), L tokens a slot.
 
     Each step appends one, and the L-th folds them into the state: a KVBuffer of L - 1 tokens.
+    None if the engine's own kernel would use none: with a bounded gate.
     """
+    parts: list[Any] = [given.get(f"replayssm_{name}") for name in "dkg"]
+    if given.get("lower_bound") is not None or any(x is None for x in parts):
+        return None
+    L = parts[0].shape[2]
+    return KVBuffer(*(x.transpose(1, 2)[:, : L - 1] for x in parts))  # heads before tokens
 
-    buffer: KVBuffer
-    lens: Tensor
-    """[B] int32, decode's buffer_lens. The engine advances them, once per step."""
 
-    @staticmethod
-    def of(given: Given) -> Ring | None:
-        """The ring if the engine's own kernel would use one: not with a bounded gate."""
-        names = [f"replayssm_{name}" for name in ("d", "k", "g", "write_pos")]
-        if given.get("lower_bound") is not None or any(given.get(x) is None for x in names):
-            return None
-        d, k, g, lens = (given[name] for name in names)
-        L = d.shape[2]
-        parts = (x.transpose(1, 2)[:, : L - 1] for x in (d, k, g))  # heads before tokens
-        return Ring(KVBuffer(*parts), lens)
-
-    @property
-    def missing(self) -> str:
-        tokens = self.buffer.u.shape[1]
-        if self.buffer.u.dtype != torch.float32 or not 1 <= tokens <= MAX_BUFFER:
-            return f"ReplaySSM's ring in fp32, of 2 to {MAX_BUFFER + 1} tokens"
+def ring_lacks(ring: KVBuffer | None) -> str:
+    """What such a ring lacks for our kernels; "" if nothing."""
+    if ring is None or (ring.u.dtype == torch.float32 and 1 <= ring.u.shape[1] <= MAX_BUFFER):
         return ""
-
-    def arguments(self, slots: Tensor) -> Given:
-        return dict(buffer=self.buffer, buffer_indices=slots, buffer_lens=self.lens)
+    return f"ReplaySSM's ring in fp32, of 2 to {MAX_BUFFER + 1} tokens"
 
 
 def skip_preparation(backend: Any) -> None:
@@ -107,14 +95,15 @@ class Operations:
             x.unflatten(1, (-1, d))[None]
             for x, d in zip(mixed_qkv.split([key, key, value], 1), (K, K, V), strict=True)
         )
-        ring = Ring.of(given)
+        lens = given.get("replayssm_write_pos")
+        ring = ring_of(given) if lens is not None else None
 
         def engines() -> Tensor:
-            if (lens := given.get("replayssm_write_pos")) is not None:
+            if lens is not None:
                 given["replayssm_write_pos"] = torch.maximum(lens, ~lens)  # sglang marked some
             return engine.packed_decode(mixed_qkv, a, b, **given)
 
-        return self._step((q, k, v, a, b), given, ring.missing if ring else "", engines, ring)
+        return self._step((q, k, v, a, b), given, ring_lacks(ring), engines, ring)
 
     def decode(self, *tokens: Tensor, **given: Any) -> Tensor:
         """One token a sequence: q, k, v [1, B, H, D], a, b. Returns [1, B, HV, V]."""
@@ -122,7 +111,7 @@ class Operations:
         return self._step(tokens, given, "", lambda: engine.decode(*tokens, **given))
 
     def _step(
-        self, tokens: Tokens, given: Given, missing: str, engine: Any, ring: Ring | None = None
+        self, tokens: Tokens, given: Given, missing: str, engine: Any, ring: KVBuffer | None = None
     ) -> Tensor:
         fused = common.process.norms.get(given["A_log"])
         norm = fused.arguments(tokens[2][0]) if fused else {}
@@ -131,8 +120,9 @@ class Operations:
             q, k, v, a, b = tokens
             rows = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), a, b
             call = self._raw(rows, given) | _pool(given, q.shape[1]) | norm
-            if ring:
-                call |= ring.arguments(call["state_indices"])
+            if ring:  # the engine advances its lengths, once per step
+                call |= dict(buffer=ring, buffer_indices=call["state_indices"])
+                call |= dict(buffer_lens=given["replayssm_write_pos"])
             o = api.decode(**call, scale=given.get("scale"), backend=backend)
             if norm:
                 fused.applied = True

@@ -119,13 +119,8 @@ def _replace(requests: Any, configurator: Any, **_: Any) -> None:
         return
     drafts = Drafts(KVBuffer.empty(scratch.shape[1], **arguments))
     pool.mamba_cache = dataclasses.replace(pool.mamba_cache, intermediate_ssm=drafts)
-    buffer_gib, states_gib = drafts.buffer.nbytes / 2**30, scratch.nbytes / 2**30
-    pool.mem_usage += buffer_gib - states_gib
-    common.LOG.info(
-        "gated_delta keeps drafts in %.3f GiB, in place of %.3f GiB of states",
-        buffer_gib,
-        states_gib,
-    )
+    pool.mem_usage += (drafts.buffer.nbytes - scratch.nbytes) / 2**30
+    common.LOG.info(start.drafts_line(drafts.buffer.nbytes, scratch.nbytes))
 
 
 def keep_path(

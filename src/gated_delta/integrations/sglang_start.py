@@ -52,7 +52,7 @@ class Layer(NamedTuple):
         tracked: bool = False,
         scratch: Tensor | KVBuffer | None = None,
         drafts: int = 0,
-        ring: sglang_kernels.Ring | None = None,
+        ring: KVBuffer | None = None,
         tree: bool = False,
     ) -> dict[str, list[start.Call]]:
         """Calls on this pool of states, by mode.
@@ -76,9 +76,9 @@ class Layer(NamedTuple):
             weight = torch.ones(self.V, dtype=self.dtype, device=device)
             decode |= dict(z=decode["v"], norm=GatedNorm(weight))
         calls = dict(decode=[("decode", decode)], prefill=[("prefill", prompt)])
-        if ring and not ring.missing:
-            rows = dict(buffer=ring.buffer, buffer_indices=zero)
-            calls["decode"] = [("decode", decode | rows | dict(buffer_lens=zero))]
+        if ring and not sglang_kernels.ring_lacks(ring):
+            rows = dict(buffer=ring, buffer_indices=zero, buffer_lens=zero)
+            calls["decode"] = [("decode", decode | rows)]
         if tracked:
             checkpoints = state.new_zeros(1, 1, *state.shape[1:])
             more = dict(checkpoint_lens=zero[:, None], checkpoints=checkpoints)
@@ -130,8 +130,7 @@ def check(_: None, backend: Any, runner: Any, *__: Any, **___: Any) -> None:
         ring = None
         if get_exec().mamba.enable_linear_replayssm:
             given = {f"replayssm_{x}": getattr(caches, f"replayssm_{x}") for x in "dkg"}
-            given |= dict(lower_bound=layer.lower_bound, replayssm_write_pos=caches.temporal)
-            ring = sglang_kernels.Ring.of(given)
+            ring = sglang_kernels.ring_of(given | dict(lower_bound=layer.lower_bound))
         by_mode = layer.calls(caches.temporal, tracked, scratch, drafts, ring, common.process.trees)
         for mode in sorted(common.chosen() & by_mode.keys()):
             calls = by_mode[mode]

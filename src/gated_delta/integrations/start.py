@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,12 @@ from ..problem import UnsupportedProblem
 
 Call = tuple[str, dict[str, Any]]
 """An operation and its arguments."""
+
+
+def drafts_line(buffer: float, states: float) -> str:
+    """Of an engine's log: bytes of a KVBuffer, and of the states that it replaces."""
+    sizes = buffer / 2**30, states / 2**30
+    return "gated_delta keeps drafts in {:.3f} GiB, in place of {:.3f} GiB of states".format(*sizes)
 
 
 def refused(calls: Iterable[Call]) -> dict[str, str]:
@@ -38,29 +44,32 @@ def needed(calls: Iterable[Call], gpu: Gpu) -> list[compile.Variant]:
     return [*dict.fromkeys(v for x in problems for v in dispatch.variants_of(x, gpu))]
 
 
-def unbuilt(calls: Iterable[Call], device: torch.device) -> tuple[tuple[str, ...], str]:
-    """The kernels that `load` would have to compile, and what builds them beforehand."""
+def unbuilt(
+    calls: Sequence[Call], device: torch.device, others: Sequence[Call]
+) -> tuple[tuple[str, ...], str]:
+    """The kernels that `load` would have to compile, and what builds them, and others', before."""
     gpu = gpu_of(device)
     if gpu is None:
         return (), ""
-    variants = [x for x in needed(calls, gpu) if compile.find(x, gpu) is None]
-    return tuple(variant.label for variant in variants), dispatch.how_to_build(variants, gpu)
+    labels = [x.label for x in needed(calls, gpu) if compile.find(x, gpu) is None]
+    return tuple(labels), dispatch.how_to_build(needed([*calls, *others], gpu), gpu)
 
 
-def load(calls: Iterable[Call], device: torch.device) -> None:
+def load(calls: Sequence[Call], device: torch.device, others: Sequence[Call] = ()) -> None:
     """Loads every kernel that such calls launch, for any number of sequences; compiles missing
     ones.
 
-    Raises UnsupportedProblem with all kernels that cannot be compiled, or may not be.
+    Raises UnsupportedProblem with all kernels that cannot be compiled, or may not be. Its command
+    builds those of other calls, too.
     """
     gpu = gpu_of(device)
     if gpu is None:
         return
-    variants = needed(calls, gpu)
+    variants, wanted = needed(calls, gpu), needed([*calls, *others], gpu)
     missing: dict[str, str] = {}
     for variant in variants:
         try:
-            compile.load(variant, gpu, variants)
+            compile.load(variant, gpu, wanted)
         except UnsupportedProblem as error:
             missing[variant.label] = str(error).partition("\n")[0]
     if missing:

@@ -24,13 +24,16 @@ class Recurrence:
 
     sizes: H, HV, V, K. channels: the gate has K channels. num_spec: draft tokens. fuses_norm:
     decode includes the gated norm. aligned: prefill also keeps states inside a prompt.
-    allow_neg_eigval: beta is 2 sigmoid(b). buffered: drafts go to a KVBuffer. Gate weights A_log,
-    dt_bias: any device.
+    allow_neg_eigval: beta is 2 sigmoid(b). buffered: drafts go to a KVBuffer. ring: decode keeps so
+    many tokens in one, in the row of the sequence's slot; 0: none. kvbuffer: of either, once there
+    is one. Gate weights A_log, dt_bias: any device.
     """
 
     channels = False
     allow_neg_eigval = False
     buffered = False
+    ring = 0
+    kvbuffer: KVBuffer | None = None
     null_index = 0
     sizes: tuple[int, int, int, int]
     num_spec: int
@@ -82,11 +85,11 @@ class Recurrence:
         return dict(**tensors, **flags, **options, gate=gate, state=pool)
 
     def buffer(self, rows: int, device: Any, num_layers: int | None = None) -> KVBuffer:
-        """For the drafts of `rows` requests, and the token before them."""
+        """For the drafts of `rows` requests and the token before them, or for rows of the ring."""
         H, HV, V, K = self.sizes
         gate = "channel" if self.channels else "head"
         options: dict[str, Any] = dict(gate=gate, num_layers=num_layers, device=device)
-        return KVBuffer.empty(rows, 1 + self.num_spec, H, HV, K, V, **options)
+        return KVBuffer.empty(rows, self.ring or 1 + self.num_spec, H, HV, K, V, **options)
 
     def calls(self, pool: Tensor, tokens: int) -> list[start.Call]:
         """Calls like those of batches, on that pool: a prefill of `tokens`, a decode, drafts."""
@@ -98,18 +101,21 @@ class Recurrence:
         widths += [(HV, V)] if self.fuses_norm else []
         rows = [pool.new_empty(tokens, *width, dtype=self.inputs) for width in widths]
         one = torch.ones(1, dtype=torch.int32, device=pool.device)
-        cu_seqlens, slots = torch.cat([0 * one, one]), dict(state_indices=one)
-        prefill: dict[str, Any] = slots | dict(
-            has_initial_state=one.bool(), cu_seqlens=cu_seqlens * tokens
-        )
+        slots: dict[str, Any] = dict(state_indices=one)
+        cu_seqlens = torch.cat([0 * one, one])
+        prefill = slots | dict(has_initial_state=one.bool(), cu_seqlens=cu_seqlens * tokens)
         prefill |= dict(deterministic=self.deterministic)
-        cases = [("prefill", tokens, prefill), ("decode", 1, slots)]
+        decode = slots
         folds: list[start.Call] = []
-        if self.buffered:
-            buffer: dict[str, Any] = slots | dict(buffer=self.buffer(1, pool.device))
-            cases.append(("verify", W, buffer | dict(cu_seqlens=cu_seqlens * W)))
+        if self.buffered or self.ring:
+            buffer = slots | dict(buffer=self.kvbuffer or self.buffer(2, pool.device))
             options = dict(null_index=self.null_index, backend=self.backend)
             folds = [("flush", buffer | options | dict(state=pool, num_accepted=one))]
+        if self.ring:
+            decode = buffer | dict(buffer_indices=one, buffer_lens=one)
+        cases = [("prefill", tokens, prefill), ("decode", 1, decode)]
+        if self.buffered:
+            cases.append(("verify", W, buffer | dict(cu_seqlens=cu_seqlens * W)))
         elif self.num_spec:
             accepted = dict(num_accepted=one, cu_seqlens=cu_seqlens * W)
             cases.append(("decode", W, dict(state_indices=one.repeat(1, W)) | accepted))

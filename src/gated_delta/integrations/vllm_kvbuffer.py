@@ -1,7 +1,9 @@
-"""vLLM's drafts in a KVBuffer: `verify` fills it, `flush` folds the accepted tokens after sampling.
+"""KVBuffers in vLLM: of drafts, or of the ring, the tokens that decode has not folded yet.
 
-Enabled by GATED_DELTA_VLLM_KVBUFFER=1. By default vLLM keeps a block with a whole state for each
-draft token of each request. Imports vLLM; vllm_layers.py imports it.
+GATED_DELTA_VLLM_KVBUFFER=1: `verify` fills a buffer with drafts, `flush` folds the accepted ones
+after sampling. By default vLLM keeps a block with a whole state for each draft token of each
+request. GATED_DELTA_VLLM_RING=1: decode with a buffer. Its rows lie in vLLM's pages, behind the
+states, so a row belongs to the slot that it completes. Imports vLLM; vllm_layers.py imports it.
 """
 
 from __future__ import annotations
@@ -9,20 +11,31 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
+from vllm.platforms.interface import Platform
+from vllm.v1 import kv_cache_interface
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionBackend, GDNAttentionMetadataBuilder
 
 from gated_delta import api
+from gated_delta.compile import flag
+from gated_delta.integrations import start
 from gated_delta.integrations import vllm_common as common
 from gated_delta.integrations.vllm_start import DEVICE
-from gated_delta.problem import KVBuffer
+from gated_delta.problem import MAX_BUFFER, KVBuffer
+
+DRAFTS, RING = "GATED_DELTA_VLLM_KVBUFFER", "GATED_DELTA_VLLM_RING"
 
 
 class Builder(GDNAttentionMetadataBuilder):
-    """Metadata of layers with one block table; keeps the step's until its tokens are sampled."""
+    """Metadata of layers with one block table; keeps the step's until its tokens are sampled.
+
+    lens: the ring's tokens of each sequence of a decode, its buffer_lens; CUDA graphs read them.
+    """
 
     def __init__(self, kv_cache_spec: Any, layer_names: Any, vllm_config: Any, device: Any):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -31,6 +44,7 @@ class Builder(GDNAttentionMetadataBuilder):
         layers = vllm_config.compilation_config.static_forward_context
         self.layers = [layers[name] for name in layer_names]
         self.step: Any = None
+        self.lens = _zeros(vllm_config.scheduler_config.max_num_batched_tokens, device)
 
     def build(self, *args: Any, **kwargs: Any) -> Any:
         return self._keep(super().build(*args, **kwargs))
@@ -42,16 +56,44 @@ class Builder(GDNAttentionMetadataBuilder):
         for layer in self.layers:
             layer.builder = self  # no longer the one that profiled CUDA graphs
         self.step = metadata
+        if self.layers[0].ring:
+            self._advance(metadata)
         return metadata
+
+    @functools.cached_property
+    def slot_lens(self) -> Tensor:
+        """[slots] int32: the ring's tokens of each slot, after the steps built so far."""
+        return _zeros(len(self.layers[0].kv_cache[1]), self.lens.device)
+
+    def _advance(self, m: Any) -> None:
+        """Writes the step's `lens`, and folds the rows of sequences that go on with a prefill.
+
+        On the device, ahead of the step. A prefill from zeros forgets what its slot held before.
+        """
+        slots, n = m.non_spec_state_indices_tensor, m.num_decodes
+        if m.num_prefills:
+            prompts = slots[n : n + m.num_prefills].long()
+            held = self.slot_lens[prompts] * m.has_initial_state[n : n + m.num_prefills]
+            self._flush(held, prompts, buffer_indices=prompts)
+            self.slot_lens.index_fill_(0, prompts, 0)
+            slots = slots[:n]
+        lens = torch.index_select(self.slot_lens, 0, slots, out=self.lens[: len(slots)])
+        # As KVBuffer.advance, in two kernels: none is negative, and a full row is folded.
+        self.slot_lens[slots] = (lens + 1) % (self.layers[0].ring + 1)
+
+    def _flush(self, num_accepted: Tensor, slots: Tensor, **options: Any) -> None:
+        options |= dict(null_index=self.layers[0].null_index, backend=self.layers[0].backend)
+        for states, buffer in self.stacks:
+            api.flush(states, buffer, num_accepted=num_accepted, state_indices=slots, **options)
 
     @functools.cached_property
     def stacks(self) -> list[tuple[Tensor, KVBuffer]]:
         """States and buffers of `flush`'s calls: one for all layers, if they lie evenly."""
-        pools, drafts = [x.kv_cache[1] for x in self.layers], [x.drafts for x in self.layers]
-        parts = [pools, *([getattr(x, name) for x in drafts] for name in ("u", "k", "log_decay"))]
+        pools, buffers = [x.kv_cache[1] for x in self.layers], [x.kvbuffer for x in self.layers]
+        parts = [pools, *([getattr(x, name) for x in buffers] for name in ("u", "k", "log_decay"))]
         stacks = [stack for stack in map(_stacked, parts) if stack is not None]
         if len(stacks) < len(parts):
-            return list(zip(pools, drafts, strict=True))
+            return list(zip(pools, buffers, strict=True))
         return [(stacks[0], KVBuffer(*stacks[1:]))]
 
     def fold(self, sampled: Tensor) -> None:
@@ -66,23 +108,19 @@ class Builder(GDNAttentionMetadataBuilder):
         # Where all requests have drafts, only padding follows them.
         others = m.num_prefills + m.num_decodes
         sampled = sampled[mask[: len(sampled)]] if others else sampled[:n]
-        layer = self.layers[0]
-        for states, buffer in self.stacks:
-            api.flush(
-                states,
-                buffer,
-                # A prompt's token, run as a decode, may sample none.
-                num_accepted=sampled.clamp(min=1),
-                state_indices=m.spec_state_indices_tensor[:n, 0],
-                null_index=layer.null_index,
-                backend=layer.backend,
-            )
+        # A prompt's token, run as a decode, may sample none.
+        self._flush(sampled.clamp(min=1), m.spec_state_indices_tensor[:n, 0])
 
 
 class Backend(GDNAttentionBackend):
     @staticmethod
     def get_builder_cls() -> type[Builder]:
         return Builder
+
+
+@torch.inference_mode(False)  # so that any mode may write to it
+def _zeros(n: int, device: Any) -> Tensor:
+    return torch.zeros(n, dtype=torch.int32, device=device)
 
 
 def _stacked(tensors: Sequence[Tensor]) -> Tensor | None:
@@ -96,20 +134,78 @@ def _stacked(tensors: Sequence[Tensor]) -> Tensor | None:
     return first.as_strided((len(tensors), *first.shape), (step, *first.stride()))
 
 
-def lacks(refused: dict[str, str], backend: Any, vllm_config: Any) -> list[str]:
-    """What a layer lacks for drafts in a KVBuffer.
+def lacks(layer: Any, backend: Any, vllm_config: Any) -> list[str]:
+    """What a layer lacks for drafts in a KVBuffer, or for the ring.
 
-    refused: its operations left to vLLM, and why. backend: vLLM's attention backend for it.
+    backend: vLLM's attention backend for it.
     """
-    reasons = "; ".join(dict.fromkeys(refused.values()))
+    reasons = "; ".join(dict.fromkeys(layer.tally.refused.values()))
+    parallel = vllm_config.parallel_config
     missing = {
-        f"every operation on gated_delta, whose kernels lack {reasons}": bool(refused),
-        # vLLM copies the state after an accepted token where a cached prefix ends.
+        f"every operation on gated_delta, whose kernels lack {reasons}": bool(layer.tally.refused),
+        # Where a cached prefix ends vLLM copies a state: an accepted token's, or without its row.
         "--no-enable-prefix-caching": vllm_config.cache_config.mamba_cache_mode != "none",
-        "--pipeline-parallel-size 1": vllm_config.parallel_config.pipeline_parallel_size > 1,
+        "--pipeline-parallel-size 1": parallel.pipeline_parallel_size > 1,
+        "no --enable-dbo, no --ubatch-size": parallel.use_ubatching,
         "vLLM's metadata for GDN, not Kimi K3's": backend is not GDNAttentionBackend,
     }
+    if layer.ring:
+        missing |= {
+            "no draft tokens": layer.num_spec > 0,
+            "no KV connector": vllm_config.kv_transfer_config is not None,  # it sends states alone
+        }
     return [needed for needed, lacking in missing.items() if lacking]
+
+
+def ring_tokens(vllm_config: Any) -> int:
+    """Tokens of a row; 0 without the ring. The call that finds it full folds it with its own."""
+    if not flag(RING, False):
+        return 0
+    L = vllm_config.cache_config.replayssm_buffer_len
+    if not 2 <= L <= MAX_BUFFER + 1:
+        expected = f"expected 2 to {MAX_BUFFER + 1} with {RING}=1"
+        raise ValueError(f"--replayssm-buffer-len: {expected}, got {L}")
+    return L - 1
+
+
+def with_rows(layer: Any, spec: Any) -> Any:
+    """The spec of a layer's states, with a row of the ring behind them.
+
+    Raises RuntimeError if vLLM's pages are too small.
+    """
+    row = layer.buffer(1, "meta")
+    shapes = (*spec.shapes, *(tuple(x.shape[1:]) for x in vars(row).values()))
+    longer = replace(spec, shapes=shapes, dtypes=(*spec.dtypes, *[torch.float32] * len(vars(row))))
+    size, page = longer.real_page_size_bytes, spec.page_size_padded
+    if page is not None and size > page:
+        expected = f"{RING}=1: {layer.prefix} needs pages of {size} bytes (--block-size)"
+        raise RuntimeError(f"{expected}, got {page}")
+    return longer
+
+
+def rows_of(layer: Any, pages: Tensor) -> KVBuffer:
+    """The ring's rows, by slot, in vLLM's cache of a layer, [slots, 1, 1, bytes]."""
+    row = layer.buffer(1, "meta")
+    words = pages.flatten(1)[:, -row.nbytes :].view(torch.float32)
+    sizes = [x.numel() for x in vars(row).values()]
+    parts = zip(words.split(sizes, 1), vars(row).values(), strict=True)
+    return KVBuffer(*(part.unflatten(1, x.shape[1:]) for part, x in parts))
+
+
+@functools.cache
+def widen_pages() -> None:
+    """Lets vLLM fit its pages, which attention shares, to states with rows of the ring."""
+    align, spec_of = Platform._align_hybrid_block_size.__func__, kv_cache_interface.MambaSpec
+
+    def widened(**fields: Any) -> Any:
+        layer = next((x for x in common.layers if x.ring), None)
+        return with_rows(layer, spec_of(**fields)) if layer else spec_of(**fields)
+
+    def hooked(platform: Any, *args: Any) -> None:
+        with mock.patch.object(kv_cache_interface, "MambaSpec", widened):
+            align(platform, *args)
+
+    Platform._align_hybrid_block_size = classmethod(hooked)
 
 
 @torch.inference_mode(False)  # so that any mode may write to it
@@ -118,19 +214,16 @@ def allocate(rows: int) -> None:
 
     So `flush` can take several layers in one call.
     """
-    layers = [x for x in common.in_order() if x.buffered and x.drafts is None]
+    layers = [x for x in common.in_order() if x.buffered and x.kvbuffer is None]
     for _, group in itertools.groupby(layers, key=lambda x: (x.channels, x.sizes)):
         alike = list(group)
         buffer = alike[0].buffer(rows, DEVICE, num_layers=len(alike))
         for i, layer in enumerate(alike):
-            layer.drafts = buffer.layer(i)
+            layer.kvbuffer = buffer.layer(i)
         _, HV, V, K = alike[0].sizes
         state = HV * V * K * alike[0].get_state_dtype()[1].itemsize
         states = len(alike) * rows * alike[0].num_spec * state
-        common.logger().info(
-            f"gated_delta keeps drafts in {buffer.nbytes / 2**30:.3f} GiB, "
-            f"in place of {states / 2**30:.3f} GiB of states"
-        )
+        common.logger().info(start.drafts_line(buffer.nbytes, states))
 
 
 def runner_of(v2: bool) -> tuple[Any, str]:

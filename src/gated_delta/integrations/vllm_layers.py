@@ -64,28 +64,39 @@ class Core(Recurrence, abstract.MambaBase):
         self.aligned = align and hasattr(abstract, GRID)
         left = vllm_start.left_to_vllm(vllm_config, self.num_spec)
         self.rows = vllm_config.scheduler_config.max_num_seqs
-        self.drafts = self.builder = None
-        wanted = flag("GATED_DELTA_VLLM_KVBUFFER", False)
-        self.buffered = wanted and self.num_spec > 0 and not left
+        self.builder: Any = None
+        self.buffered = flag(vllm_kvbuffer.DRAFTS, False) and self.num_spec > 0 and not left
+        self.ring = vllm_kvbuffer.ring_tokens(vllm_config) if "prefill" not in left else 0
         self._refuse(vllm_start.missing(self, vllm_start.small_pool(self), left) | left)
         common.layers.add(self)
         routes = "; ".join(f"{op}: {self.tally.route(op)}" for op in ("decode", "prefill"))
         common.logger().info_once(
             f"gated_delta {__version__}, backend {BACKEND}, in {self.name}: {routes}"
         )
+        if self.buffered or self.ring:
+            missing = vllm_kvbuffer.lacks(self, super().get_attn_backend(), vllm_config)
+            if missing:
+                switch = vllm_kvbuffer.RING if self.ring else vllm_kvbuffer.DRAFTS
+                raise RuntimeError(f"{switch}=1: {self.prefix} needs {'; '.join(missing)}")
         if self.buffered:
-            refused, backend = self.tally.refused, super().get_attn_backend()
-            if missing := vllm_kvbuffer.lacks(refused, backend, vllm_config):
-                raise RuntimeError(
-                    f"GATED_DELTA_VLLM_KVBUFFER=1: {self.prefix} needs {'; '.join(missing)}"
-                )
             vllm_kvbuffer.fold_after_sampling(vllm_config.use_v2_model_runner)
+        if self.ring:
+            vllm_kvbuffer.widen_pages()
+            row = self.buffer(1, "meta").nbytes / 2**10
+            state = HV * V * K * self.get_state_dtype()[1].itemsize / 2**10
+            common.logger().info_once(
+                f"gated_delta keeps up to {self.ring} tokens of a sequence beside its state, in "
+                f"{row:.1f} KiB beside {state:.1f} KiB a layer"
+            )
 
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
         super().bind_kv_cache(kv_cache)
+        if self.ring:
+            self.kvbuffer = vllm_kvbuffer.rows_of(self, kv_cache)
         exported = self._exports()
         self._refuse(vllm_start.missing(self, self.kv_cache[1], self.tally.refused))
-        if (exported and not self._exports()) or (self.buffered and self.tally.refused):
+        in_kvbuffer = self.buffered or self.ring
+        if (exported and not self._exports()) or (in_kvbuffer and self.tally.refused):
             # vLLM's blocks are for our kernels by now: some for checkpoints, none for drafts.
             raise RuntimeError(
                 f"gated_delta cannot run {self.prefix} on vLLM's cache as it lies: "
@@ -113,6 +124,8 @@ class Core(Recurrence, abstract.MambaBase):
         spec = super().get_kv_cache_spec(vllm_config)
         if self.buffered:
             spec = replace(spec, num_speculative_blocks=0)
+        if self.ring:
+            spec = vllm_kvbuffer.with_rows(self, spec)
         if "prefill" in self.tally.refused:
             return spec
         # FlashKDA's layers ask for blocks, which our prefill would not fill.
@@ -128,7 +141,8 @@ class Core(Recurrence, abstract.MambaBase):
 
     def get_attn_backend(self) -> Any:
         if not envs.VLLM_BATCH_INVARIANT:
-            return vllm_kvbuffer.Backend if self.buffered else super().get_attn_backend()
+            ours = self.buffered or self.ring
+            return vllm_kvbuffer.Backend if ours else super().get_attn_backend()
         if missing := self._lacks_for_invariance():
             raise RuntimeError(f"VLLM_BATCH_INVARIANT=1: {self.prefix} needs {'; '.join(missing)}")
         # MambaBase's raises: vLLM's kernels vary with the batch.
@@ -142,6 +156,7 @@ class Core(Recurrence, abstract.MambaBase):
         lacks = {
             "decode and prefill on gated_delta": bool(self.tally.refused),
             "no draft tokens": self.num_spec > 0,
+            f"{vllm_kvbuffer.RING}=0": self.ring > 0,
             "--mamba-ssm-cache-dtype float32": self.get_state_dtype()[1] != torch.float32,
             "prompts cut at multiples of 64 tokens (--mamba-cache-mode align, such blocks) or not "
             "at all (--no-enable-chunked-prefill)": self.cuts and not aligned,
@@ -217,10 +232,10 @@ class Core(Recurrence, abstract.MambaBase):
         x = self._update(rows[0], conv_state_indices=slots[:, 0], **lengths, validate_data=False)
         packed = self._arguments([x, *rows[1:]], self.kv_cache[1], True)
         packed |= dict(cu_seqlens=cu_seqlens, out=out[None])
-        if self.drafts is None:
+        if self.kvbuffer is None:
             api.decode(**packed, state_indices=slots, num_accepted=accepted)
         else:
-            api.verify(**packed, state_indices=slots[:, 0], buffer=self.drafts)
+            api.verify(**packed, state_indices=slots[:, 0], buffer=self.kvbuffer)
         self._count("drafts")
 
     def _others(self, m: Any, rows: Sequence[Tensor], out: Tensor) -> None:
@@ -233,6 +248,9 @@ class Core(Recurrence, abstract.MambaBase):
             x = self._update(rows[0], conv_state_indices=slots[:n], validate_data=True)
         if m.num_decodes:
             single = self._arguments([y[:n] for y in (x, *rows[1:])], self.kv_cache[1], False)
+            if self.ring:
+                lens = self.builder.lens[:n]
+                single |= dict(buffer=self.kvbuffer, buffer_indices=slots[:n], buffer_lens=lens)
             api.decode(**single, state_indices=slots[:n], out=out[:n, None])
             self._count("decode")
 

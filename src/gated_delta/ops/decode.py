@@ -326,12 +326,22 @@ class Decode(StateOperation):
         return compile.Variant("decode", tuple(facts.items()))
 
     def shipped(
-        self, axis: str, K: int, V: int, state_dtype: torch.dtype, tokens: dict[str, Any]
+        self,
+        axis: str,
+        K: int,
+        V: int,
+        state_dtype: torch.dtype,
+        tokens: dict[str, Any],
+        ring: bool,
+        trees: bool,
     ) -> list[Problem]:
         facts = dict(state_dtype=state_dtype, **tokens)
+        calls = [(1, frozenset[str]()), (2, frozenset())]
+        if ring:  # of more tokens: verify's kernels
+            calls.append((1, frozenset({"buffer", "buffer_lens_i32"})))
         return [
-            Problem("decode", axis, 1, 1, K, V, T, options=options, **facts)
-            for T, options in itertools.product((1, 2), shipped_norms(tokens))
+            Problem("decode", axis, 1, 1, K, V, T, options=options | norm, **facts)
+            for (T, options), norm in itertools.product(calls, shipped_norms(tokens))
         ]
 
     def launch(self, problem: Problem, plan: Plan, a: Arguments) -> Launch:

@@ -142,9 +142,20 @@ class Flush(StateOperation):
         return compile.Variant("flush", tuple(facts.items()))
 
     def shipped(
-        self, axis: str, K: int, V: int, state_dtype: torch.dtype, tokens: dict[str, Any]
+        self,
+        axis: str,
+        K: int,
+        V: int,
+        state_dtype: torch.dtype,
+        tokens: dict[str, Any],
+        ring: bool,
+        trees: bool,
     ) -> list[Problem]:
-        return [Problem("flush", axis, 1, 1, K, V, state_dtype=state_dtype)]
+        paths = [frozenset[str](), *([frozenset({"path_i32"})] if trees else [])]
+        return [
+            Problem("flush", axis, 1, 1, K, V, state_dtype=state_dtype, options=path)
+            for path in paths
+        ]
 
     def launch(self, problem: Problem, plan: Plan, a: Arguments) -> Launch:
         return FlushLaunch(self, problem, plan, a)

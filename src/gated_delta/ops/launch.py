@@ -151,9 +151,19 @@ class Operation(ABC):
 
     @abstractmethod
     def shipped(
-        self, axis: str, K: int, V: int, state_dtype: torch.dtype, tokens: dict[str, Any]
+        self,
+        axis: str,
+        K: int,
+        V: int,
+        state_dtype: torch.dtype,
+        tokens: dict[str, Any],
+        ring: bool,
+        trees: bool,
     ) -> list[Problem]:
-        """The problems that a pack holds kernels for, for a model of these head dims and tokens."""
+        """The problems that a pack holds kernels for, for a model of these head dims and tokens.
+
+        ring: with `buffer_lens` too. trees: with `parents` or `path` too.
+        """
 
     @abstractmethod
     def launch(self, problem: Problem, plan: Plan, a: Any) -> Launch:

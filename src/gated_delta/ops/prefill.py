@@ -235,7 +235,14 @@ class Prefill(Operation):
         return list(dict.fromkeys(variants))
 
     def shipped(
-        self, axis: str, K: int, V: int, state_dtype: torch.dtype, tokens: dict[str, Any]
+        self,
+        axis: str,
+        K: int,
+        V: int,
+        state_dtype: torch.dtype,
+        tokens: dict[str, Any],
+        ring: bool,
+        trees: bool,
     ) -> list[Problem]:
         options = (frozenset[str](), frozenset({"checkpoints"}), frozenset({"deterministic"}))
         return [

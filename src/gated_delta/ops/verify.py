@@ -190,12 +190,23 @@ class Verify(StateOperation):
         return compile.Variant("verify", tuple(facts.items()))
 
     def shipped(
-        self, axis: str, K: int, V: int, state_dtype: torch.dtype, tokens: dict[str, Any]
+        self,
+        axis: str,
+        K: int,
+        V: int,
+        state_dtype: torch.dtype,
+        tokens: dict[str, Any],
+        ring: bool,
+        trees: bool,
     ) -> list[Problem]:
         facts = dict(state_dtype=state_dtype, **tokens)
+        rows = [frozenset[str](), *([frozenset({"buffer_lens_i32"})] if ring else [])]
+        drafts = [frozenset[str](), *([frozenset({"parents_i32"})] if trees else [])]
         return [
-            Problem("verify", axis, 1, 1, K, V, T, options=options, **facts)
-            for T, options in itertools.product(TOKEN_TILES, shipped_norms(tokens))
+            Problem("verify", axis, 1, 1, K, V, T, options=norm.union(*options), **facts)
+            for T, norm, *options in itertools.product(
+                TOKEN_TILES, shipped_norms(tokens), rows, drafts
+            )
         ]
 
     def launch(self, problem: Problem, plan: Plan, a: Arguments) -> Launch:
