@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .numerics import LANES, PAIR, ROW, U1, U2, U4, U8, accumulated, fp16_pair, left_fragment
+from .numerics import LANES, U1, U2, U4, U8, accumulated, fp16_pair, left_fragment
 from .ptx import SHARED, Program
 from .races import Clock, Clocks, later
 
