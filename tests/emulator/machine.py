@@ -296,9 +296,14 @@ class Warp:
     ) -> Any:
         lanes, size = self.lanes(mask), np.dtype(dtype).itemsize * count
         active = addresses if lanes is LANES else addresses[lanes]
+        if len(active) > 1 and active[0] == active[-1] and (active == active[0]).all():
+            active = active[:1]  # one load serves all lanes
         self.inside(active, size, at)
-        self.loads(halves(active, size), at)
-        return self._loaded(self.block.bytes.view(dtype), 0, active, lanes, count)
+        indices = halves(active, size)
+        self.loads(indices, at)
+        if len(active) < 32 or size == 1:
+            return self._loaded(self.block.bytes.view(dtype), 0, active, lanes, count)
+        return list(np.ascontiguousarray(self.block.halves[indices].view(dtype).reshape(32, -1).T))
 
     def load_global(
         self, addresses: np.ndarray, dtype: type, count: int, mask: np.ndarray | None, at: int
@@ -313,7 +318,7 @@ class Warp:
         self, memory: np.ndarray, first: int, active: np.ndarray, lanes: np.ndarray, count: int
     ) -> list[np.ndarray]:
         indices = (active - first) // memory.itemsize + np.arange(count)[:, None]
-        if lanes is LANES:
+        if len(active) == 32:
             return list(memory[indices])
         loaded = np.zeros((count, 32), memory.dtype)
         loaded[:, lanes] = memory[indices]
@@ -752,7 +757,7 @@ class Operand:
 
 def halves(addresses: np.ndarray, size: int) -> np.ndarray:
     """Indices of the 2-byte elements in `size` bytes at each address."""
-    return ((addresses >> 1)[:, None] + np.arange(size // 2)).ravel()
+    return ((addresses >> 1)[:, None] + np.arange(-(-size // 2))).ravel()
 
 
 def swizzled(addresses: np.ndarray, kind: int) -> np.ndarray:
