@@ -1,6 +1,9 @@
 import os
 from collections import Counter
 
+# More threads than cores spin: workers, collection and the tests' processes have one each.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 import pytest
 import torch
 
@@ -9,7 +12,7 @@ from gpu import AXES, STATES
 
 @pytest.fixture(autouse=True)
 def _one_thread():
-    """Tests run in parallel processes: more threads than cores would slow them down."""
+    """Whatever an earlier test has set."""
     torch.set_num_threads(1)
 
 

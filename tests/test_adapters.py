@@ -83,6 +83,7 @@ def written(call: Call) -> list[str]:
     ]
 
 
+@functools.cache
 def passed_twice(call: Call) -> list[str]:
     """Arguments that are one tensor: a pool to read and to write."""
     tensors = tensors_of(call.fresh())

@@ -4,7 +4,6 @@ import functools
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -256,6 +255,8 @@ def test_a_null_index_may_vary_in_a_compiled_graph():
 
 def graphs(function, values):
     """Number of compilations of a function for these values; checks its results."""
+    from torch._dynamo.testing import CompileCounterWithBackend  # slow: not at collection
+
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     step = torch.compile(function, fullgraph=True, backend=counter)

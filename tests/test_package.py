@@ -140,7 +140,8 @@ def test_a_users_file_passes_mypy_strict(tmp_path):
     file = tmp_path / "user.py"
     file.write_text(USER)
     cache = str(ROOT / ".mypy_cache" / "strict")
-    options = ["--strict", "--cache-dir", cache, "--config-file", "", str(file)]
+    settings = str(ROOT / "pyproject.toml")
+    options = ["--strict", "--cache-dir", cache, "--config-file", settings, str(file)]
     environment = {"PYTHONPATH": str(Path(gated_delta.__file__).parents[1]), "PATH": ""}
     found = subprocess.run(
         [sys.executable, "-m", "mypy", *options],
