@@ -16,7 +16,7 @@ def test_import_is_fast():
         "from time import process_time as now; start = now(); import torch; middle = now(); "
         "import gated_delta; print((now() - middle) / (middle - start))"
     )
-    assert min(float(run(code)) for _ in range(3)) < 0.1
+    assert any(float(run(code)) < 0.1 for _ in range(3))
 
 
 def test_import_loads_no_heavy_package():
@@ -28,6 +28,8 @@ def test_import_loads_no_heavy_package():
     assert initialized == "False"
     heavy = {"cutlass", "tvm_ffi", "triton", "transformers", "matplotlib", "typer", "rich"}
     assert not heavy & {name.partition(".")[0] for name in new}
+    assert "gated_delta.api" in new
+    assert "gated_delta.bench" not in new
 
 
 def test_the_public_names():
