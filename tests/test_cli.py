@@ -376,46 +376,36 @@ def test_a_pack_for_a_dtype_and_head_dims(monkeypatch, tmp_path):
 # ---------------------------------------------------------------- JSON
 
 
+def has_the_shape(content, command):
+    """Every command's JSON has these names, versions and labels."""
+    names = "command", "complete", "versions", "device", "card", "arguments", "results"
+    assert tuple(content) == names
+    assert (content["command"], content["complete"]) == (command, True)
+    versions = {
+        "gated_delta": gated_delta.__version__,
+        "torch": torch.__version__,
+        "kernel_sources": compile.all_sources(),
+    }
+    versions |= {
+        package: compile.installed(package) for package in (compile.COMPILER, compile.RUNTIME)
+    }
+    assert versions.items() <= content["versions"].items()
+    assert all({"label", "status"} <= set(record) for record in content["results"])
+    assert content["card"] is None
+
+
 def test_json_has_one_shape_for_every_command(tmp_path):
-    commands = {"check": CHECK, "bench": BENCH}
-    if compile.installed(compile.COMPILER):
-        commands["compile"] = ["compile", "--out", tmp_path / "pack", "--limit", "1", "--jobs", "1"]
     written = {}
-    for command, arguments in commands.items():
+    for command, arguments in {"check": CHECK, "bench": BENCH}.items():
         result = run(*arguments, "--json", tmp_path / command)
         assert result.exit_code == 0, result.output
         written[command] = json.loads((tmp_path / command).read_text())
-    for command, content in written.items():
-        assert list(content) == [
-            "command",
-            "complete",
-            "versions",
-            "device",
-            "card",
-            "arguments",
-            "results",
-        ]
-        assert (content["command"], content["complete"]) == (command, True)
-        versions = {
-            "gated_delta": gated_delta.__version__,
-            "torch": torch.__version__,
-            "kernel_sources": compile.all_sources(),
-        }
-        versions |= {
-            package: compile.installed(package) for package in (compile.COMPILER, compile.RUNTIME)
-        }
-        assert versions.items() <= content["versions"].items()
-        assert all({"label", "status"} <= set(record) for record in content["results"])
+        has_the_shape(written[command], command)
     assert statuses(written["check"]) == ["passed"] * 3
     assert all(case["errors"]["state"]["share"] <= 1 for case in written["check"]["results"])
     assert written["check"]["device"] == written["bench"]["device"] == "cpu"
-    assert all(content["card"] is None for content in written.values())
     assert written["check"]["arguments"]["backend"] == "reference"
     assert written["bench"]["arguments"]["dim"] == 16
-    if "compile" in written:
-        assert len(list((tmp_path / "pack").glob("*/*.so"))) == 1
-        assert statuses(written["compile"]) == ["compiled"]
-        assert written["compile"]["results"][0]["registers"] > 0
 
 
 def test_the_backend_that_ran_is_named(tmp_path):
@@ -790,16 +780,16 @@ def left_of(group, pack):
 
 
 @pytest.mark.parametrize(
-    ("send", "number"),
-    [(os.killpg, signal.SIGINT), (os.kill, signal.SIGTERM)],
+    ("send", "number", "jobs"),
+    [(os.killpg, signal.SIGINT, 2), (os.kill, signal.SIGTERM, 1)],
     ids=["all-INT", "first-TERM"],
 )
-def test_a_signal_ends_compiling_and_its_processes(tmp_path, send, number):
+def test_a_signal_ends_compiling_and_its_processes(tmp_path, send, number, jobs):
     """Ctrl-C in a terminal reaches the workers too; a job scheduler signals only the parent."""
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
     pack, file = tmp_path / "pack", tmp_path / "pack.json"
     with process(
-        "compile", "--out", pack, "--jobs", "2", "--json", file, start_new_session=True
+        "compile", "--out", pack, "--jobs", jobs, "--json", file, start_new_session=True
     ) as running:
         wait_for(pack, "*/*.so")
         time.sleep(0.3)  # the next kernel compiles
@@ -820,7 +810,7 @@ def test_a_signal_ends_compiling_and_its_processes(tmp_path, send, number):
 
 def test_a_killed_compile_leaves_no_process(tmp_path):
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
-    with process("compile", "--out", tmp_path, "--jobs", "2", start_new_session=True) as running:
+    with process("compile", "--out", tmp_path, "--jobs", "1", start_new_session=True) as running:
         wait_for(tmp_path, "*/scratch-*")
         running.kill()
     assert not left_of(running.pid, tmp_path)
@@ -851,11 +841,12 @@ def test_a_progress_bar_truncates_only_its_label(columns):
     assert re.fullmatch(r"[a-z]+ [ \w=]+… ━{5} {6}242/484 -:--:--\n", shown.file.getvalue())
 
 
-def test_the_progress_bar_names_what_it_compiles(tmp_path):
+def test_compiling_writes_json_and_its_progress_bar_names_the_kernel(tmp_path):
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
     ours, theirs = os.openpty()
-    options = ("--jobs", "1", "--filter", "flush K=128", "--limit", "1")
-    arguments = ("compile", "--out", tmp_path / "pack", *options)
+    pack, file = tmp_path / "pack", tmp_path / "pack.json"
+    options = ("--jobs", "1", "--filter", "flush K=128", "--limit", "1", "--json", file)
+    arguments = ("compile", "--out", pack, *options)
     with process(*arguments, stderr=theirs, env=dict(TERM="xterm", COLUMNS="40")) as running:
         os.close(theirs)
         shown = b""
@@ -864,6 +855,11 @@ def test_the_progress_bar_names_what_it_compiles(tmp_path):
                 shown += part
     assert running.returncode == 0
     assert b"flush K=1" in shown
+    content = json.loads(file.read_text())
+    has_the_shape(content, "compile")
+    assert statuses(content) == ["compiled"]
+    assert content["results"][0]["registers"] > 0
+    assert len(list(pack.glob("*/*.so"))) == 1
 
 
 def test_a_reader_that_leaves_loses_no_results(tmp_path):
