@@ -27,7 +27,7 @@ WARMUP_STEPS = 40
 
 
 def tiny_config(**options: object) -> Qwen3_5TextConfig:
-    return Qwen3_5TextConfig(
+    config = Qwen3_5TextConfig(
         **options,
         vocab_size=256,
         hidden_size=144,
@@ -43,6 +43,8 @@ def tiny_config(**options: object) -> Qwen3_5TextConfig:
         max_position_embeddings=4096,
         tie_word_embeddings=True,
     )
+    config.full_attention_interval = 4  # SGLang asks for it
+    return config
 
 
 @torch.no_grad()

@@ -889,13 +889,9 @@ OURS = dict(linear_attn_decode_backend="gated_delta", linear_attn_prefill_backen
 
 
 @pytest.fixture(scope="session")
-def qwen3_5(tmp_path_factory):
-    """The shipped model, with one setting that SGLang's config class needs."""
-    result = tmp_path_factory.mktemp("models") / "qwen3_5"
-    shutil.copytree(Path(plugin.__file__).parents[1] / "demo/tiny_qwen3_5", result)
-    config = json.loads((result / "config.json").read_text())
-    (result / "config.json").write_text(json.dumps(config | dict(full_attention_interval=4)))
-    return result
+def qwen3_5():
+    """The shipped model."""
+    return Path(plugin.__file__).parents[1] / "demo/tiny_qwen3_5"
 
 
 def by_transformers(model):
