@@ -841,7 +841,7 @@ def test_a_progress_bar_truncates_only_its_label(columns):
     assert re.fullmatch(r"[a-z]+ [ \w=]+… ━{5} {6}242/484 -:--:--\n", shown.file.getvalue())
 
 
-def test_compiling_writes_json_and_its_progress_bar_names_the_kernel(tmp_path):
+def test_json_and_progress_bar_of_compile(tmp_path):
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
     ours, theirs = os.openpty()
     pack, file = tmp_path / "pack", tmp_path / "pack.json"
