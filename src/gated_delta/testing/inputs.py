@@ -431,7 +431,7 @@ def _verify_states(
     call.states = states
 
 
-TREES: tuple[Callable[[int, random.Random], int], ...] = (
+TREE_SHAPES: tuple[Callable[[int, random.Random], int], ...] = (
     lambda t, rng: t // 2 - 1,  # two children each
     lambda t, rng: t - 1,  # a chain
     lambda t, rng: -1,  # a star
@@ -446,7 +446,7 @@ def _parents(case: Case, device: torch.device) -> Tensor:
     rng, W = random.Random(case.seed), max(case.lengths) + case.seed % 3
     rows = [rng.choices((-(2**31), -2, 7, 2**31 - 1), k=W) for _ in case.lengths]
     for n, length in enumerate(case.lengths):
-        parent = TREES[(case.seed + n) % len(TREES)]
+        parent = TREE_SHAPES[(case.seed + n) % len(TREE_SHAPES)]
         rows[n][:length] = [parent(t, rng) for t in range(length)]
     return _index(rows, case, "parents", device)
 
