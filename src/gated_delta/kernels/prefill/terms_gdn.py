@@ -354,25 +354,53 @@ def decay_diagonal(inverse, coord, aqk_at, kk, qk, factors, b):
 
 
 # -------------------------------------------------------------------------------- fused
-# From products of wgmma, K K^T and K Q^T, without branches.
+# From products of wgmma, K K^T and K Q^T: a warp has 16 rows of the system, and 16 columns of Aqk,
+# transposed. Blocks of the system lie left of its diagonal block, blocks of Aqk below.
+
+
+class BlockDecays(NamedTuple):
+    """The decays of the blocks on one side, as a column's factor times a row's.
+
+    Both are at most 1: decays to and from the token at the edge of the warp's sub-chunk. With G the
+    cumulative log decay, a column's factor is 2**(sign (G - G(edge))).
+    """
+
+    sign: Float32
+    offset: Float32
+    """- sign G(edge)."""
+    rows: list
+    """Factors of the lane's two rows, pairs of equal fp16."""
 
 
 @cute.jit
 def decay_fused_products(inverse, coord, gates_at, aqk_at, kk, kq):
-    """The warp's 16 rows of the system, and its 16 columns of Aqk (computed transposed).
-
-    Next to its diagonal block a warp has blocks of the system to the left and of Aqk below. Their
-    decay is a row's times a column's: to and from the last token in front of the warp's, or the
-    warp's last one. Each warp computes all four blocks: ptxas issues both sides of a short branch
-    anyway.
-    """
-    subchunk = coord.subchunk
+    """The warp's rows of the system and columns of Aqk, decayed, to shared memory."""
     factors = load_factors(coord, gates_at)
-    own_at = gates_at + (GATE_CUMSUM + subchunk * SUBCHUNK) * 4
+    own_at = gates_at + (GATE_CUMSUM + coord.subchunk * SUBCHUNK) * 4
     own_columns = [
         ptx.load_shared_f32x2(own_at + (8 * j + 2 * coord.quad_lane) * 4) for j in range(2)
     ]
-    before = ptx.load_shared_f32(own_at - Int32(select_(subchunk > 0, 4, 0)))
+    left, below = load_block_decays(coord, own_at, factors)
+    decay_fused_diagonal(inverse, coord, aqk_at, kk, kq, factors, own_columns)
+    for b in cutlass.range_constexpr(4):
+        # Computed without a branch, for the diagonal too: ptxas issues both sides of a short one.
+        # Block 0 is never below, block 3 never left.
+        is_left = {0: True, 3: False}.get(b, b < coord.subchunk)
+        decays = BlockDecays(*choose(is_left, left, below))
+        words = decay_fused_block(is_left, kk, kq, decays, factors.columns, b)
+        if b < coord.subchunk:
+            store_system_block(inverse, coord, b, words)
+        if b > coord.subchunk:
+            store_aqk_block(inverse, coord, aqk_at, b, words)
+    cute.arch.sync_warp()
+
+
+def load_block_decays(coord, own_at, factors):
+    """Left: from the token in front of the sub-chunk, with beta |k|**2; below: to its last one.
+
+    own_at: address of the sub-chunk's log decays.
+    """
+    before = ptx.load_shared_f32(own_at - Int32(select_(coord.subchunk > 0, 4, 0)))
     last = ptx.load_shared_f32(own_at + (SUBCHUNK - 1) * 4)
     left = [
         ptx.exp2(row - before) * beta_k2
@@ -380,14 +408,7 @@ def decay_fused_products(inverse, coord, gates_at, aqk_at, kk, kq):
     ]
     below = [ptx.exp2(last - row) for row in factors.rows]
     left, below = ([ptx.pack_x2(x, x, Float16) for x in xs] for xs in (left, below))
-    decay_fused_diagonal(inverse, coord, aqk_at, kk, kq, factors, own_columns)
-    for b in cutlass.range_constexpr(4):
-        words = decay_branch_free(coord, kk, kq, factors.columns, (before, left), (last, below), b)
-        if b < subchunk:
-            store_system_block(inverse, coord, b, words)
-        if b > subchunk:
-            store_aqk_block(inverse, coord, aqk_at, b, words)
-    cute.arch.sync_warp()
+    return BlockDecays(Float32(-1), before, left), BlockDecays(Float32(1), -last, below)
 
 
 def decay_fused_diagonal(inverse, coord, aqk_at, kk, kq, factors, columns):
@@ -413,6 +434,27 @@ def decay_fused_diagonal(inverse, coord, aqk_at, kk, kq, factors, columns):
     store_aqk_block(inverse, coord, aqk_at, coord.subchunk, words)
 
 
+def decay_fused_block(is_left, kk, kq, decays, columns, b):
+    """Words of block b, of the system if it is left, else of Aqk."""
+    words = []
+    for j in (2 * b, 2 * b + 1):
+        of_columns = [ptx.exp2(cute.math.fma(x, decays.sign, decays.offset)) for x in columns[j]]
+        of_columns = ptx.pack_x2(*of_columns, Float16)
+        products = choose(is_left, [kk[i, j] for i in range(2)], [kq[i, j] for i in range(2)])
+        for product, of_row in zip(products, decays.rows, strict=True):
+            words.append(ptx.mul_x2(ptx.mul_x2(product, of_columns), of_row))
+    return words
+
+
+def choose(condition, yes, no):
+    """Of numbers, or of numbers in lists."""
+    if isinstance(condition, bool):
+        return yes if condition else no
+    if isinstance(yes, (list, tuple)):
+        return [choose(condition, *pair) for pair in zip(yes, no, strict=True)]
+    return type(yes)(select_(condition, yes, no))
+
+
 def store_system_block(inverse, coord, b, words):
     """Block (subchunk, b) of the system, b < subchunk: halves of its columns, then of its rows."""
     for e in range(4):
@@ -425,30 +467,6 @@ def store_aqk_block(inverse, coord, aqk_at, b, words):
     row = b * SUBCHUNK + matrix // 2 * 8 + coord.lane % 8
     vector = 2 * coord.subchunk + matrix % 2
     ptx.stmatrix_x4_trans(aqk_at + inverse.vector_offset(row, vector), words)
-
-
-def decay_branch_free(coord, kk, kq, columns, before, last, b):
-    """Block b of the system's rows if it is left of the diagonal, of Aqk's columns if below it.
-
-    before, last: the log decay that a block's decays are relative to, and its rows' factors. The
-    words of the warp's diagonal block are not used; block 0 is never below, block 3 never left.
-    """
-    is_left, words = {0: True, 3: False}.get(b, b < coord.subchunk), []
-    sign, origin = choose(is_left, (Float32(-1), before[0]), (Float32(1), -last[0]))
-    factors = choose(is_left, before[1], last[1])
-    for j in (2 * b, 2 * b + 1):
-        decays = [ptx.exp2(cute.math.fma(x, sign, origin)) for x in columns[j]]
-        decay = ptx.pack_x2(*decays, Float16)
-        products = choose(is_left, [kk[i, j] for i in range(2)], [kq[i, j] for i in range(2)])
-        for product, factor in zip(products, factors, strict=True):
-            words.append(ptx.mul_x2(ptx.mul_x2(product, decay), factor))
-    return words
-
-
-def choose(condition, yes, no):
-    if isinstance(condition, bool):
-        return yes if condition else no
-    return [type(a)(select_(condition, a, b)) for a, b in zip(yes, no, strict=True)]
 
 
 def own_word(coord, words, i, j):
