@@ -85,7 +85,7 @@ class MainloopFp16:
         """A work tile. k, q, k_update: tokens in shared memory, [64, 128, stages]."""
         box_at = shared + self.regions.boxes + (group * 4 + thread // 32) * 16
         coord = MmaCoord(work, shared, thread, group, box_at)
-        right, frag = self.right_operands(coord, k, q, k_update), state.make_fragments(Float16)
+        frag = state.make_fragments(Float16, self.right_operands(coord, k, q, k_update))
         # A branch, and for some variants a barrier behind it: else ptxas serialises wgmmas.
         if work.state_index >= 0:
             self.states.load_initial(args, work, self.rows(coord), frag.state)
@@ -107,7 +107,7 @@ class MainloopFp16:
             state.to_fp16(frag.state, frag.state_fp16)
             while pipe.left > 0:
                 state_scale, pipe, checkpoint = self.chunk(
-                    args, coord, right, frag, pipe, state_scale, checkpoint
+                    args, coord, frag, pipe, state_scale, checkpoint
                 )
         rows = self.rows(coord)
         self.states.store_final(args, work, rows, Boolean(True), frag.state, state_scale)
@@ -116,12 +116,12 @@ class MainloopFp16:
         cute.arch.sync_warp()
 
     @cute.jit
-    def chunk(self, args, coord, right, frag, pipe, state_scale, checkpoint):
+    def chunk(self, args, coord, frag, pipe, state_scale, checkpoint):
         """A chunk, from S k on. Shared memory is read in front of each wait for a wgmma group.
 
         No wgmma group is in flight across the loop's back edge: ptxas would serialise every wgmma.
         """
-        following, terms = self.pipeline.advance(pipe), pipe.buffer
+        following, terms, right = self.pipeline.advance(pipe), pipe.buffer, frag.right
         hopper.start_mma(frag.s_k, frag.state_fp16, right.k, pipe.stage)
         hopper.start_mma(frag.o, frag.state_fp16, right.q, pipe.stage)
         self.start_v(args, coord, pipe, 1)

@@ -30,44 +30,6 @@ MIN_SCALE, MAX_SCALE = 2.0**-120, 2.0**120  # of state_scale; a state of zeros h
 # -------------------------------------------------------------------------------- registers
 
 
-class Fragments(NamedTuple):
-    """Registers of an MMA warpgroup."""
-
-    state: cute.Tensor
-    s_k: cute.Tensor
-    """S k, then u."""
-    o: cute.Tensor
-    state_fp16: cute.Tensor
-    operand: cute.Tensor
-    """The residual, then GDN's u times its decay to the chunk's end."""
-    u: cute.Tensor
-
-
-def product_mma(accumulator):
-    """wgmma of S k, S q, u and Aqk u."""
-    return hopper.make_mma(CHUNK, accumulator)
-
-
-def update_mma():
-    """wgmma of the state's update."""
-    return hopper.make_mma(D, Float32, hopper.MAJOR.MN)
-
-
-def make_fragments(accumulator):
-    """accumulator: of all products but the state's update, Float32 or Float16."""
-    product, rows = product_mma(accumulator), WARPGROUP_ROWS
-    state = cute.make_rmem_tensor(update_mma().partition_shape_C((rows, D)), Float32)
-    s_k, o = (
-        cute.make_rmem_tensor(product.partition_shape_C((rows, CHUNK)), accumulator)
-        for _ in range(2)
-    )
-    state_fp16, operand, u = (
-        cute.make_rmem_tensor(product.partition_shape_A((rows, columns)), Float16)
-        for columns in (D, CHUNK, CHUNK)
-    )
-    return Fragments(state, s_k, o, state_fp16, operand, u)
-
-
 class Operands(NamedTuple):
     """Right operands of wgmma, [N, K, stages] in shared memory; MmaSync has a lane's addresses."""
 
@@ -89,6 +51,45 @@ def right_operands(thread, accumulator, **tensors):
         part = mma.get_slice(thread)
         operands[name] = part.make_fragment_B(part.partition_B(x))
     return Operands(**operands)
+
+
+class Fragments(NamedTuple):
+    """Registers of an MMA warpgroup, and the right operands of its products."""
+
+    state: cute.Tensor
+    s_k: cute.Tensor
+    """S k, then u."""
+    o: cute.Tensor
+    state_fp16: cute.Tensor
+    operand: cute.Tensor
+    """The residual, then GDN's u times its decay to the chunk's end."""
+    u: cute.Tensor
+    right: Operands
+
+
+def product_mma(accumulator):
+    """wgmma of S k, S q, u and Aqk u."""
+    return hopper.make_mma(CHUNK, accumulator)
+
+
+def update_mma():
+    """wgmma of the state's update."""
+    return hopper.make_mma(D, Float32, hopper.MAJOR.MN)
+
+
+def make_fragments(accumulator, right):
+    """accumulator: of all products but the state's update, Float32 or Float16."""
+    product, rows = product_mma(accumulator), WARPGROUP_ROWS
+    state = cute.make_rmem_tensor(update_mma().partition_shape_C((rows, D)), Float32)
+    s_k, o = (
+        cute.make_rmem_tensor(product.partition_shape_C((rows, CHUNK)), accumulator)
+        for _ in range(2)
+    )
+    state_fp16, operand, u = (
+        cute.make_rmem_tensor(product.partition_shape_A((rows, columns)), Float16)
+        for columns in (D, CHUNK, CHUNK)
+    )
+    return Fragments(state, s_k, o, state_fp16, operand, u, right)
 
 
 def to_fp16(accumulator, operand):

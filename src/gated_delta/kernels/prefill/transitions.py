@@ -123,10 +123,9 @@ class PrefillTransitions(PrefillKernel):
     @cute.jit
     def mma(self, args, coord):
         """An MMA warpgroup: 64 rows of M or B."""
-        products = self.mainloop.products
-        right, frag = products.right_operands(coord), products.make_fragments()
+        frag = self.mainloop.products.make_fragments(coord)
         self.load_state(args, coord, frag.state)
-        state_scale = self.mainloop.run(frag, right, args, coord, Int32(0))
+        state_scale = self.mainloop.run(frag, args, coord, Int32(0))
         # M or B among the transitions; B as the next segment's initial state where it is that.
         work = coord.work
         transition = args.ptr.segment_transitions + segment_of(args, work) * (2 * STATE_BYTES)
