@@ -30,7 +30,7 @@ from .arguments import CHUNK, SCALE_BYTES, TILE_BYTES
 from .inverse import GATE_BETA_K, GATE_BETA_K2, GATE_BYTES, GATE_CUMSUM
 from .kernel import PrefillKernel
 from .layout import Q_SCALE, SQUARE, D
-from .mainloop_fp16 import BOX_BYTES, VALUES, MainloopFp16, Regions, zero_outputs
+from .mainloop_fp16 import VALUES, MainloopFp16, Regions, add_term_regions, zero_outputs
 from .terms_gdn import NORM_K, NORM_Q
 from .work import TileScheduler, active_tokens
 
@@ -90,9 +90,7 @@ class PrefillFused(PrefillKernel):
         self.split = not (checkpoints and state_dtype == "fp32")
         smem = hopper.SharedMemory()
         self.kq = smem.add(STAGES * PAIR.bytes, 1024)
-        v, self.tinv, self.aqk = (
-            smem.add(2 * size, 1024) for size in (2 * VALUES.bytes, SQUARE.bytes, SQUARE.bytes)
-        )
+        v, self.tinv, self.aqk = add_term_regions(smem)
         self.scales, self.norms = (smem.add(STAGES * size) for size in (SCALE_BYTES, NORMS_BYTES))
         self.raw = smem.add_ring(STAGES, producers=1)
         self.tokens = smem.add_ring(
@@ -104,15 +102,9 @@ class PrefillFused(PrefillKernel):
         self.inverse = inverse.Inverse(inverse.add_regions(smem), SQUARE.offset)
         self.gates = smem.add(2 * GATE_CHUNKS * GATE_BYTES)
         self.scheduler = TileScheduler(smem, self.threads, D * D * DTYPES[state_dtype].width // 8)
-        boxes = smem.add(BOX_BYTES, 16)
-        self.mainloop = MainloopFp16(
-            False,
-            DTYPES[state_dtype],
-            checkpoints,
-            self.tokens,
-            self.full,
-            Regions(self.tinv, self.aqk, v, self.scales, boxes),
-        )
+        regions = Regions(v, self.tinv, self.aqk, self.scales)
+        facts = False, DTYPES[state_dtype], checkpoints
+        self.mainloop = MainloopFp16(smem, *facts, self.tokens, self.full, regions)
         self.shared = smem.size
 
     def ctas(self, args):

@@ -26,8 +26,6 @@ GROUPS = 2
 """MMA warpgroups."""
 VALUES = hopper.SwizzledTile(CHUNK, ROWS, 64)
 """A warpgroup's v of a chunk, later its o: one TMA box."""
-BOX_BYTES = GROUPS * 4 * 16
-"""Where the warps keep the coordinates of the next v and o boxes, which would cost registers."""
 
 
 class MmaCoord(NamedTuple):
@@ -43,13 +41,18 @@ class MmaCoord(NamedTuple):
 
 
 class Regions(NamedTuple):
-    """Byte offsets of shared memory: two stages of Tinv, Aqk and v; scales by stages of tokens."""
+    """Byte offsets of shared memory: two stages of v, Tinv and Aqk; scales by stages of tokens."""
 
+    v: int
     tinv: int
     aqk: int
-    v: int
     scales: int
-    boxes: int
+
+
+def add_term_regions(smem):
+    """v, Tinv, Aqk."""
+    square = layout.SQUARE.bytes
+    return [smem.add(2 * size, 1024) for size in (GROUPS * VALUES.bytes, square, square)]
 
 
 class MainloopFp16:
@@ -59,18 +62,13 @@ class MainloopFp16:
     """
 
     def __init__(
-        self,
-        channel,
-        state_dtype,
-        checkpoints,
-        tokens,
-        terms,
-        regions,
-        sync_loads=False,
+        self, smem, channel, state_dtype, checkpoints, tokens, terms, regions, sync_loads=False
     ):
         self.channel, self.checkpoints = channel, checkpoints
         self.states = state.States(state_dtype)
         self.tokens, self.terms, self.regions = tokens, terms, regions
+        # Of each warp, the coordinates of the next v and o boxes, which would cost registers.
+        self.boxes = smem.add(GROUPS * 4 * 16, 16)
         # Of a chunk's scales: all bytes, the offsets of o's and of S k's, which is negative here.
         self.scale_bytes, self.o_scale, self.s_k_scale = (
             (layout.RAW_STAGE_BYTES, layout.KDA_SCALE_O, layout.RAW_SCALE_S_K)
@@ -83,7 +81,7 @@ class MainloopFp16:
     @cute.jit
     def run(self, args, work, shared, thread, group, k, q, k_update):
         """A work tile. k, q, k_update: tokens in shared memory, [64, 128, stages]."""
-        box_at = shared + self.regions.boxes + (group * 4 + thread // 32) * 16
+        box_at = shared + self.boxes + (group * 4 + thread // 32) * 16
         coord = MmaCoord(work, shared, thread, group, box_at)
         frag = state.make_fragments(Float16, self.right_operands(coord, k, q, k_update))
         # A branch, and for some variants a barrier behind it: else ptxas serialises wgmmas.

@@ -28,7 +28,7 @@ from .arguments import CHUNK, RAW_SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES
 from .inputs_kda import KdaGate, add_scaled
 from .kernel import PrefillKernel
 from .layout import LOG2_E, MIN_LOG_DECAY, RAW_STAGE_BYTES, SQUARE, SUBCHUNK, D
-from .mainloop_fp16 import BOX_BYTES, VALUES, MainloopFp16, Regions, zero_outputs
+from .mainloop_fp16 import VALUES, MainloopFp16, Regions, add_term_regions, zero_outputs
 from .work import TileScheduler, active_tokens
 
 # Registers of a thread that decays, and of one that multiplies. ptxas serialises the wgmmas of some
@@ -62,24 +62,17 @@ class PrefillScanRaw(PrefillKernel):
         self.gate = KdaGate(gate, DTYPES[g_dtype])
         smem = hopper.SharedMemory()
         self.k, self.q, self.k_restored = (smem.add(STAGES * TILE_BYTES, 1024) for _ in range(3))
-        v, self.tinv, self.aqk = (
-            smem.add(2 * size, 1024) for size in (2 * VALUES.bytes, SQUARE.bytes, SQUARE.bytes)
-        )
+        v, self.tinv, self.aqk = add_term_regions(smem)
         self.scales = smem.add(STAGES * RAW_STAGE_BYTES)
         self.tokens = smem.add_ring(STAGES, producers=1, consumers=2 * hopper.WARPGROUP)
         # The decay warpgroup's threads, one for Tinv and Aqk, one of each MMA warpgroup for v.
         self.terms = smem.add_ring(2, producers=hopper.WARPGROUP + 3)
         smem.add(0, 128)
         self.scheduler = TileScheduler(smem, self.threads, D * D * DTYPES[state_dtype].width // 8)
-        boxes = smem.add(BOX_BYTES, 16)
+        regions = Regions(v, self.tinv, self.aqk, self.scales)
+        facts = True, DTYPES[state_dtype], checkpoints
         self.mainloop = MainloopFp16(
-            True,
-            DTYPES[state_dtype],
-            checkpoints,
-            self.tokens,
-            self.terms,
-            Regions(self.tinv, self.aqk, v, self.scales, boxes),
-            sync_loads=not more_for_mma,
+            smem, *facts, self.tokens, self.terms, regions, sync_loads=not more_for_mma
         )
         self.shared = smem.size
 
