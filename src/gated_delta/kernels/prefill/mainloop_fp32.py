@@ -123,10 +123,7 @@ class MainloopFp32:
         self.start_update(frag, coord, u_scales, pipe)
         if cutlass.const_expr(self.releases_early):
             self.finish_chunk(frag, coord, pipe, o_scale)
-        v_absmax = Float32(0)
-        if next_pipe.chunk < coord.end_chunk:
-            self.stages.wait(coord.shared, next_pipe)
-            v_absmax = self.v_absmax(coord, next_pipe)
+        v_absmax = self.wait_for_values(coord, next_pipe)
         if cutlass.const_expr(not self.releases_early):  # otherwise finish_chunk has waited
             self.products.wait(1 if self.has_outputs else 0)
         if cutlass.const_expr(self.deterministic):
@@ -143,6 +140,15 @@ class MainloopFp32:
         if cutlass.const_expr(not self.deterministic):
             checkpoint = self.store_if_due(frag, args, coord, next_pipe, state_scale, checkpoint)
         return state_scale, next_pipe, checkpoint
+
+    @cute.jit
+    def wait_for_values(self, coord, pipe):
+        """Wait for a chunk, if there is one. Returns its values' absmax."""
+        v_absmax = Float32(0)
+        if pipe.chunk < coord.end_chunk:
+            self.stages.wait(coord.shared, pipe)
+            v_absmax = self.v_absmax(coord, pipe)
+        return v_absmax
 
     def start_update(self, frag, coord, u_scales, pipe):
         state.to_fp16(frag.s_k, frag.u)
