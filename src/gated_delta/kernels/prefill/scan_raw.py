@@ -50,6 +50,17 @@ class WarpRole(enum.IntEnum):
     MMA1 = 3
 
 
+class LaneGate(NamedTuple):
+    """A head's gate for a lane's four channels. A lower bound is the unit of its log decays."""
+
+    parameters: tuple | Float32 | None
+    """As of KdaGate; with a lower bound the rate times -log2(e), a factor of the biases too."""
+    biases: list
+    unit: Float32
+    highest: Float32 | None
+    """MIN_LOG_DECAY in that unit."""
+
+
 class PrefillScanRaw(PrefillKernel):
     def __init__(self, g_dtype: str, gate: str, state_dtype: str, checkpoints: bool):
         self.checkpoints, self.threads = checkpoints, len(WarpRole) * hopper.WARPGROUP
@@ -235,27 +246,25 @@ class PrefillScanRaw(PrefillKernel):
     # ---------------------------------------------------------------------------- decays
 
     def load_gate(self, args, work, lane):
-        """A gate's parameters, and biases of the lane's channels, ready for `log_decay`."""
+        """The head's gate for the lane's four channels, ready for `log_decay`."""
         parameters, biases = self.gate.load_parameters(args, work.hv), [None] * 4
         if self.gate.gate != "log":
             stride, kind = args.stride, args.size.dt_bias_kind
             at = args.ptr.dt_bias + offset(work.hv, stride.dt_bias_h)
             at += offset(4 * lane, stride.dt_bias_c)
             biases = [ptx.load_scalar(at + offset(c, stride.dt_bias_c), kind) for c in range(4)]
-        if self.gate.gate == "lower_bound":
-            rate, bound = parameters[0] * Float32(-LOG2_E), parameters[1]
-            parameters = rate, bound, Float32(MIN_LOG_DECAY * LOG2_E) * ptx.reciprocal(bound)
-            biases = [x * rate for x in biases]
-        return parameters, biases
+        if self.gate.gate != "lower_bound":
+            return LaneGate(parameters, biases, Float32(1), None)
+        rate, bound = parameters[0] * Float32(-LOG2_E), parameters[1]
+        highest = Float32(MIN_LOG_DECAY * LOG2_E) * ptx.reciprocal(bound)
+        return LaneGate(rate, [x * rate for x in biases], bound, highest)
 
     def log_decay(self, g, gate, c):
-        """The log decay to base 2, of channel c of four; with a lower bound in units of that."""
-        parameters, biases = gate
+        """The log decay of channel c of four, to base 2, in the gate's unit."""
         if self.gate.gate == "lower_bound":
-            rate, _, highest = parameters
-            e = ptx.exp2(cute.math.fma(g, rate, biases[c]))
-            return ptx.fmin_nan(ptx.reciprocal(Float32(1) + e), highest)
-        log = self.gate.log2_decay(g, parameters, biases[c])
+            e = ptx.exp2(cute.math.fma(g, gate.parameters, gate.biases[c]))
+            return ptx.fmin_nan(ptx.reciprocal(Float32(1) + e), gate.highest)
+        log = self.gate.log2_decay(g, gate.parameters, gate.biases[c])
         return ptx.fmax_nan(log, Float32(MIN_LOG_DECAY * LOG2_E))
 
     def load_totals(self, scales, lane, subchunk):
@@ -271,9 +280,7 @@ class PrefillScanRaw(PrefillKernel):
 
     def decay_pair(self, addresses, norms, totals, cumsum, gate):
         """Two tokens; all their words are loaded before any are stored."""
-        regions, unit = (self.q, self.k, self.k_restored), Float32(1)
-        if self.gate.gate == "lower_bound":
-            unit = gate[0][1]
+        regions = self.q, self.k, self.k_restored
         dtypes = BFloat16, BFloat16, self.gate.g_dtype
         raw = [
             [ptx.pack(ptx.load_shared_f32x2(at + region), Float32) for region in regions]
@@ -291,7 +298,7 @@ class PrefillScanRaw(PrefillKernel):
                 ptx.pack_pairs(
                     [ptx.exp2(cute.math.fma(cumsum[c], factor, total[c])) for c in range(4)]
                 )
-                for factor, total in ((unit, totals[0]), (-unit, totals[1]))
+                for factor, total in ((gate.unit, totals[0]), (-gate.unit, totals[1]))
             )
             q, k = (
                 ptx.pack_pairs([x * inverse[j] for x in xs])
