@@ -107,7 +107,7 @@ class GdnTerms:
     def load_raw_qk(self, args, coord, i):
         """Words of the lane's token row + 8 i: q's and k's, a vector of each K block."""
         h = qk_head(coord.hv, args.size.qk_head_factor)
-        token = self.token(coord, i)
+        token = coord.token(i)
         active = token < coord.tokens
         q_at, k_at = (
             terms.chunk_token_at(args, name, coord, token, h) + coord.quad_lane * 16
@@ -121,9 +121,6 @@ class GdnTerms:
         ]
         return words[:K_BLOCKS], words[K_BLOCKS:]
 
-    def token(self, coord, i):
-        return coord.subchunk * SUBCHUNK + coord.row + 8 * i
-
     def store_norm(self, args, coord, i, is_k, vectors):
         """|q|, times the scale, or |k| to shared memory. Returns 1 / the vector's length."""
         squares = self.sum_of_squares(vectors)
@@ -131,7 +128,7 @@ class GdnTerms:
         norm = terms.norm_of(squares, inverse, self.qk_l2norm)
         if not is_k:
             norm = norm * args.scale
-        norms = coord.shared + self.norms + self.token(coord, i) * 4
+        norms = coord.shared + self.norms + coord.token(i) * 4
         ptx.store_shared_f32(norms + (NORM_Q, NORM_K)[is_k] * 4, norm)
         if self.windows and is_k:
             ptx.store_shared_f32(norms + SQUARES_K * 4, squares)
@@ -153,7 +150,7 @@ class GdnTerms:
             words = ptx.pack_pairs([y * inverse for y in vectors[j]])
             for w in range(4):
                 operand[i, j, w] = words[w]
-            at = tile + TILE.offset(self.token(coord, i), 4 * j + coord.quad_lane)
+            at = tile + TILE.offset(coord.token(i), 4 * j + coord.quad_lane)
             ptx.store_shared_x4(at, words)
             if is_k:
                 ptx.store_shared_x4(self.k_operand_at(coord, coord.subchunk, i, j), words)
@@ -282,12 +279,8 @@ def cumulate(log, lane):
 def store_scales(at, token, cumsum, last_cumsum, q_norm, k_norm, condition):
     """A token's scales to the workspace."""
     decay = ptx.exp2(cumsum)
-    for first, x in (
-        (layout.GDN_SCALE_S_K, k_norm * decay),
-        (layout.GDN_SCALE_S_Q, decay),
-        (layout.GDN_SCALE_O, q_norm),
-    ):
-        ptx.store_words(at + (first + token * 4), [x.bitcast(Uint32)], condition)
+    scales = (layout.GDN_SCALE_S_K, k_norm * decay), (layout.GDN_SCALE_S_Q, decay)
+    terms.store_scales(at, token, (*scales, (layout.GDN_SCALE_O, q_norm)), condition)
     to_end = ptx.exp2(last_cumsum - cumsum)
     ptx.store_if(Float16, at + layout.GDN_SCALE_U + token * 2, to_end, condition)
 
@@ -304,7 +297,7 @@ class RowFactors(NamedTuple):
 
 
 def load_factors(coord, gates_at):
-    rows_at = gates_at + (GATE_CUMSUM + coord.subchunk * SUBCHUNK + coord.row) * 4
+    rows_at = gates_at + (GATE_CUMSUM + coord.token(0)) * 4
     rows = [ptx.load_shared_f32(rows_at + 32 * i) for i in range(2)]
     beta_k2 = terms.load_beta_k2(coord, gates_at)
     columns = [

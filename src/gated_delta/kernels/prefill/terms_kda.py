@@ -198,7 +198,7 @@ class KdaTerms:
         scales, is_first = self.scales_at(args, coord), coord.quad_lane == 0
         q_scale = args.scale * Float32(1 / layout.Q_SCALE) if self.raw else args.scale
         for i in range(2):
-            token = coord.subchunk * SUBCHUNK + coord.row + 8 * i
+            token = coord.token(i)
             q_norm, k_norm = (
                 terms.norm_of(x, y, self.qk_l2norm)
                 for x, y in zip(squares[i], inverse_norms[i], strict=True)
@@ -208,17 +208,16 @@ class KdaTerms:
             at = coord.shared + self.gates + token * 4
             ptx.store_shared_f32(at + inverse.GATE_BETA_K2 * 4, beta_k * k_norm)
             ptx.store_shared_f32(at + inverse.GATE_BETA_K * 4, beta_k)
-            for first, x in ((layout.KDA_SCALE_S_K, k_norm), (layout.KDA_SCALE_O, q_norm)):
-                ptx.store_words(scales + (first + token * 4), [x.bitcast(Uint32)], is_first)
+            norms = (layout.KDA_SCALE_S_K, k_norm), (layout.KDA_SCALE_O, q_norm)
+            terms.store_scales(scales, token, norms, is_first)
             if self.bound is not None:
                 ptx.store_shared_f32(coord.shared + self.bound.k_decayed + token * 4, k_norm)
         if not self.raw:
             return inverse_norms
         scaled = [[q * Float32(layout.Q_SCALE), k] for q, k in inverse_norms]
-        for i, pair in enumerate(scaled):
-            token = coord.subchunk * SUBCHUNK + coord.row + 8 * i
-            for first, x in zip((layout.RAW_SCALE_Q, layout.RAW_SCALE_K), pair, strict=True):
-                ptx.store_words(scales + (first + token * 4), [x.bitcast(Uint32)], is_first)
+        for i, (q, k) in enumerate(scaled):
+            inverses = (layout.RAW_SCALE_Q, q), (layout.RAW_SCALE_K, k)
+            terms.store_scales(scales, coord.token(i), inverses, is_first)
         return scaled
 
     # ---------------------------------------------------------------------------- log decays
@@ -260,13 +259,10 @@ class KdaTerms:
         totals = [
             ptx.load_shared_f32x4(self.totals_at(coord, b) + coord.lane * 16) for b in range(4)
         ]
-        for b in range(4):
-            earlier, later = (
-                ptx.select(x, Float32(1), Float32(0))
-                for x in (b < coord.subchunk, b > coord.subchunk)
-            )
-            before = inputs_kda.add_scaled(before, totals[b], earlier)
-            after = inputs_kda.add_scaled(after, totals[b], later)
+        for b, total in enumerate(totals):
+            earlier, later = (Float32(x) for x in (b < coord.subchunk, b > coord.subchunk))
+            before = inputs_kda.add_scaled(before, total, earlier)
+            after = inputs_kda.add_scaled(after, total, later)
         if self.raw:
             at = self.scales_at(args, coord) + layout.RAW_SCALE_TOTALS + coord.lane * 16
             for b in range(4):
