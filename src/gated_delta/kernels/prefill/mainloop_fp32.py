@@ -114,10 +114,8 @@ class MainloopFp32:
         self.start_mma(frag.s_k, frag.operand, frag.right, "tinv", pipe)
         scales_at = self.scales_at(coord, pipe)
         state.decay(frag.state, scales_at, coord.thread, self.channel)
-        u_scales = None
-        if cutlass.const_expr(not self.channel):
-            at = scales_at + layout.GDN_SCALE_U
-            u_scales = state.load_columns(at, coord.thread, Float16)
+        at = scales_at + layout.GDN_SCALE_U
+        u_scales = None if self.channel else state.load_columns(at, coord.thread, Float16)
         self.products.wait(0)
         self.stages.release_early(coord, pipe)
         self.start_update(frag, coord, u_scales, pipe)
