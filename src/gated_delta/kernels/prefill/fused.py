@@ -170,14 +170,7 @@ class PrefillFused(PrefillKernel):
             if left < CHUNK:
                 self.clear_rows(shared_at, lane_thread, stage, left)
             for is_q in cutlass.range(2, unroll=1):
-                at = [self.row_at(shared_at, lane_thread, stage, is_q, half) for half in range(2)]
-                rows = [load_row(row_at) for row_at in at]
-                for half in cutlass.range_constexpr(2):
-                    row = half * 32 + lane_thread // 4
-                    norm = self.convert_row(args, is_q, at[half], rows[half])
-                    norm_at = shared_at + self.norms + stage * NORMS_BYTES
-                    norm_at += (NORM_K + is_q * (NORM_Q - NORM_K) + row) * 4
-                    ptx.store_shared(norm_at, norm.bitcast(Uint32), lane_thread % 4 == 0)
+                self.convert_rows(args, shared_at, lane_thread, stage, is_q)
                 if (warp == 0) & (not started) & (left > CHUNK):
                     next_stage, next_phase = self.tokens.locate(iteration + 1)
                     if self.tokens.producer_try_acquire(shared_at, next_stage, next_phase):
@@ -213,6 +206,17 @@ class PrefillFused(PrefillKernel):
                 at = self.row_at(shared, thread, stage, is_q, half)
                 for j in cutlass.range_constexpr(D // 32):
                     ptx.store_shared_x4(at + j * VECTOR_STEP, [Uint32(0)] * 4)
+
+    def convert_rows(self, args, shared, thread, stage, is_q):
+        """The thread's two rows of k or q, and their norms; all loads precede all stores."""
+        at = [self.row_at(shared, thread, stage, is_q, half) for half in range(2)]
+        rows = [load_row(row_at) for row_at in at]
+        for half in range(2):
+            row = half * 32 + thread // 4
+            norm = self.convert_row(args, is_q, at[half], rows[half])
+            norm_at = shared + self.norms + stage * NORMS_BYTES
+            norm_at += (NORM_K + is_q * (NORM_Q - NORM_K) + row) * 4
+            ptx.store_shared(norm_at, norm.bitcast(Uint32), thread % 4 == 0)
 
     def convert_row(self, args, is_q, at, words):
         """The thread's raw k (q) to fp16 at `at`. Returns its norm.
