@@ -140,7 +140,8 @@ class PrefillFused(PrefillKernel):
 
     def mma(self, args, work, shared, thread, role):
         k, q = self.qk_tensors(shared)
-        self.mainloop.run(args, work, shared, thread, role - WarpRole.MMA0, k, q, k)
+        tokens = dict(k=k, q=q, k_update=k)
+        self.mainloop.run(args, work, shared, thread, role - WarpRole.MMA0, tokens)
 
     def qk_tensors(self, shared):
         """k and q as operands of wgmma: [64, 128, stages]."""

@@ -79,11 +79,11 @@ class MainloopFp16:
         self.pipeline = hopper.TokenPipeline(tokens.stages, CHUNK)
 
     @cute.jit
-    def run(self, args, work, shared, thread, group, k, q, k_update):
-        """A work tile. k, q, k_update: tokens in shared memory, [64, 128, stages]."""
+    def run(self, args, work, shared, thread, group, tokens):
+        """A work tile. tokens: k, q and k_update by name in shared memory, [64, 128, stages]."""
         box_at = shared + self.boxes + (group * 4 + thread // 32) * 16
         coord = MmaCoord(work, shared, thread, group, box_at)
-        frag = state.make_fragments(Float16, self.right_operands(coord, k, q, k_update))
+        frag = state.make_fragments(Float16, self.right_operands(coord, tokens))
         # A branch, and for some variants a barrier behind it: else ptxas serialises wgmmas.
         if work.state_index >= 0:
             self.states.load_initial(args, work, self.rows(coord), frag.state)
@@ -126,28 +126,14 @@ class MainloopFp16:
         values, absmax, state_scale = self.scale_values(frag, coord, pipe, state_scale)
         warpgroup.wait_group(0)  # for S q too: waiting for S k alone takes more registers
         # v - S k: the scales are negative.
-        at = self.scales_at(coord, pipe, self.s_k_scale)
-        s_k_scales = state.load_columns(at, coord.thread, Float16)
+        s_k_scales = self.scales(coord, pipe, self.s_k_scale)
         state.scale_words(frag.s_k, frag.operand, s_k_scales, values)
         o_scale = state_scale
         hopper.start_mma(frag.s_k, frag.operand, right.tinv, terms)
         state.decay(frag.state, self.scales_at(coord, pipe, 0), coord.thread, self.channel)
-        if cutlass.const_expr(not self.channel):
-            at = self.scales_at(coord, pipe, layout.GDN_SCALE_U)
-            u_scales = state.load_columns(at, coord.thread, Float16)
+        u_scales = None if self.channel else self.scales(coord, pipe, layout.GDN_SCALE_U)
         warpgroup.wait_group(0)
-        u, accumulator = (cute.recast_tensor(x, Uint32) for x in (frag.u, frag.s_k))
-        for i in cutlass.range_constexpr(cute.size(u)):
-            u[i] = accumulator[i]
-        left = frag.u
-        if cutlass.const_expr(not self.channel):
-            left = frag.operand
-            state.scale_words(frag.u, left, u_scales)
-        hopper.start_mma(frag.state, left, right.k_update, pipe.stage, True, hopper.MAJOR.MN)
-        if cutlass.const_expr(not self.channel):
-            at = self.scales_at(coord, pipe, layout.FUSED_SCALE_S_Q)
-            state.scale_words(frag.o, frag.o, state.load_columns(at, coord.thread, Float16))
-        hopper.start_mma(frag.o, frag.u, right.aqk, terms, True)
+        self.start_update(frag, coord, pipe, terms, u_scales)
         # The other warpgroup keeps the tensor cores busy, so the stage is released early.
         self.store_outputs(args, coord, frag, pipe, o_scale)
         if following.left > 0:
@@ -160,15 +146,29 @@ class MainloopFp16:
                 checkpoint = self.store_checkpoints(args, coord, frag, state_scale, checkpoint)
         return state_scale, following, checkpoint
 
+    def start_update(self, frag, coord, pipe, terms, u_scales):
+        """Add u k to the state, Aqk u to o. terms: Aqk's stage."""
+        u, accumulator = (cute.recast_tensor(x, Uint32) for x in (frag.u, frag.s_k))
+        for i in range(cute.size(u)):
+            u[i] = accumulator[i]
+        left, right = frag.u, frag.right
+        if not self.channel:
+            left = frag.operand
+            state.scale_words(frag.u, left, u_scales)
+        hopper.start_mma(frag.state, left, right.k_update, pipe.stage, True, hopper.MAJOR.MN)
+        if not self.channel:
+            s_q_scales = self.scales(coord, pipe, layout.FUSED_SCALE_S_Q)
+            state.scale_words(frag.o, frag.o, s_q_scales)
+        hopper.start_mma(frag.o, frag.u, right.aqk, terms, True)
+
     # ---------------------------------------------------------------------------- operands, state
 
-    def right_operands(self, coord, k, q, k_update):
+    def right_operands(self, coord, tokens):
         tinv, aqk = (
             layout.SQUARE.tensor(coord.shared + at, self.terms.stages)
             for at in (self.regions.tinv, self.regions.aqk)
         )
-        operands = dict(k=k, q=q, k_update=k_update, tinv=tinv, aqk=aqk)
-        return state.right_operands(coord.thread, Float16, **operands)
+        return state.right_operands(coord.thread, Float16, **tokens, tinv=tinv, aqk=aqk)
 
     def rows(self, coord):
         return state.state_coord(coord.group * ROWS, coord.thread)
@@ -256,6 +256,10 @@ class MainloopFp16:
         """Address of the chunk's scales from offset `first` on."""
         shared = ptx.opaque(coord.shared) if self.channel else coord.shared
         return shared + self.regions.scales + pipe.stage * self.scale_bytes + first
+
+    def scales(self, coord, pipe, first):
+        """The lane's fp16 scales."""
+        return state.load_columns(self.scales_at(coord, pipe, first), coord.thread, Float16)
 
     # ---------------------------------------------------------------------------- o
 

@@ -165,15 +165,9 @@ class PrefillOverlapped(PrefillKernel):
             self.last_terms = smem.add(self.terms.shared, 128)
         self.shared = smem.size
         self.copies = TileCopies(self.stages, BFloat16, D // ROWS, prefetch=True, overlapped=True)
-        self.mainloop = MainloopFp32(
-            self.stages,
-            D,
-            BFloat16,
-            DTYPES[state_dtype],
-            deterministic=deterministic,
-            checkpoints=checkpoints,
-            recomputes=True,
-        )
+        options = dict(deterministic=deterministic, checkpoints=checkpoints, recomputes=True)
+        facts = self.stages, D, BFloat16, DTYPES[state_dtype]
+        self.mainloop = MainloopFp32(*facts, **options)
 
     def ctas(self, args):
         return self.preparing_ctas(args.size) + self.scanning_ctas(args.size)

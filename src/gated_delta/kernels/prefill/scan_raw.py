@@ -119,10 +119,9 @@ class PrefillScanRaw(PrefillKernel):
 
     def mma(self, args, work, shared, thread, role):
         thread, group = thread % hopper.WARPGROUP, role - WarpRole.MMA0
-        k, q, k_restored = (
-            RAW_TILE.tensor(shared + at, STAGES) for at in (self.k, self.q, self.k_restored)
-        )
-        self.mainloop.run(args, work, shared, thread, group, k, q, k_restored)
+        regions = dict(k=self.k, q=self.q, k_update=self.k_restored)
+        tokens = {name: RAW_TILE.tensor(shared + at, STAGES) for name, at in regions.items()}
+        self.mainloop.run(args, work, shared, thread, group, tokens)
 
     # ---------------------------------------------------------------------------- copies
 
