@@ -46,6 +46,23 @@ FROM_START, TO_END = 0, 2 * D
 sub-chunk's, and from the sub-chunk's end to the chunk's."""
 
 
+class Token(NamedTuple):
+    """A lane's 8 channels of a token, unit vectors or decayed ones."""
+
+    q: list
+    k: list
+
+
+class TileRows(NamedTuple):
+    """Addresses of the lane's first 8 channels of token `row` in the tiles."""
+
+    q: Int64
+    k: Int64
+    k_restored: Int64
+    absmax: cute.Tensor | None
+    """Of rows, for the transition's bound."""
+
+
 class KdaTerms:
     """The terms of a chunk and value head, in the workspace.
 
@@ -223,7 +240,11 @@ class KdaTerms:
     # ---------------------------------------------------------------------------- log decays
 
     def cumulate_gates(self, coord, k_block, parameters):
-        """Cumulate a K block's log decays, a channel per lane. Returns: any exceeds MAX_GROWTH."""
+        """A K block's cumulative log decays, a channel per lane. Returns: any exceeds MAX_GROWTH.
+
+        Growth takes k decayed to the sub-chunk's end back to its start. 0 where a channel exceeds:
+        then add_diagonal adds nothing, and add_diagonal_by_splits all.
+        """
         total, bias = None, None
         if self.gate.gate != "log":
             bias = ptx.load_shared_f32(inputs_kda.bias_at(coord, self.vectors, k_block))
@@ -285,7 +306,7 @@ class KdaTerms:
 
     @cute.jit
     def decay_k_block(self, coord, inverse_norms, k_block, parameters, diagonal):
-        """A K block of the sub-chunk: log decays, operands, its part of the diagonal block.
+        """A K block of the sub-chunk: log decays, operands, its part of the block `diagonal`.
 
         Operands overwrite raw inputs, so all loads come first.
         """
@@ -300,8 +321,7 @@ class KdaTerms:
             left.append(decayed(token, exp2(cumsum[i])))
             k_to_end = times(token.k, decay_between(cumsum[i], total))
             ptx.store_shared_x4(self.right_at(coord, i, k_block), ptx.pack_pairs(k_to_end))
-            # Relative to the sub-chunk's start, like left operands.
-            right.append(times(k_to_end, growth))
+            right.append(times(k_to_end, growth))  # relative to the start, like left operands
         self.store_left(coord, k_block, left)
         add_diagonal(diagonal, left, right)
         if exceeds:
@@ -313,15 +333,14 @@ class KdaTerms:
             [ptx.load_shared_x4(self.left_at(coord, qk, i, k_block)) for qk in range(2)]
             for i in range(2)
         ]
-        return [
-            Token(
-                *(
-                    [x * inverse for x in ptx.unpack(words, self.dtype)]
-                    for words, inverse in zip(raw[i], inverse_norms[i], strict=True)
-                )
+        tokens = []
+        for words, inverses in zip(raw, inverse_norms, strict=True):
+            q, k = (
+                [x * inverse for x in ptx.unpack(y, self.dtype)]
+                for y, inverse in zip(words, inverses, strict=True)
             )
-            for i in range(2)
-        ]
+            tokens.append(Token(q, k))
+        return tokens
 
     def store_left(self, coord, k_block, left):
         """q and k decayed from the sub-chunk's start, as left operands of two steps."""
@@ -479,23 +498,6 @@ class KdaTerms:
             self.inverse.store_system(coord, b, i, half, system)
             aqk = ptx.pack_x2(*q_products, Float16)
             self.inverse.store_aqk(coord, head.aqk, b, i, half, aqk)
-
-
-class Token(NamedTuple):
-    """A lane's 8 channels of a token, unit vectors or decayed ones."""
-
-    q: list
-    k: list
-
-
-class TileRows(NamedTuple):
-    """Addresses of the lane's first 8 channels of token `row` in the tiles."""
-
-    q: Int64
-    k: Int64
-    k_restored: Int64
-    absmax: cute.Tensor | None
-    """Of rows, for the transition's bound."""
 
 
 # -------------------------------------------------------------------------------- products
