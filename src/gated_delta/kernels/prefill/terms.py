@@ -16,7 +16,7 @@ from ..device import arithmetic, hopper, ptx
 from ..device.hopper import WARPGROUP
 from .arguments import CHUNK, TRIANGLE_BYTES
 from .inverse import GATE_BETA_K2
-from .layout import head_chunk, token_at
+from .layout import SUBCHUNK, head_chunk, token_at
 
 NO_ITEM = 0x7FFFFFFF
 """Number of the item, a chunk and head, after a persistent warpgroup's last one."""
@@ -104,7 +104,7 @@ def store_scales(scales_at, token, scales, condition):
 
 def load_beta_k2(coord, gates_at):
     """beta |k|**2 of the lane's rows."""
-    at = gates_at + (GATE_BETA_K2 + coord.token(0)) * 4
+    at = gates_at + (GATE_BETA_K2 + coord.subchunk * SUBCHUNK + coord.row) * 4
     return [ptx.load_shared_f32(at + 32 * i) for i in range(2)]
 
 
