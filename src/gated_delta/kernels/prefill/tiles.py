@@ -67,7 +67,7 @@ class TileCopies:
             values = coord.shared + self.stages.v + stage * (CHUNK * self.stages.v_pitch)
             values = values + vector * 16
             if cutlass.const_expr(self.pass_registers):
-                self.store_v(coord, values, stage, ahead)
+                self.store_v(coord, row, values, stage, ahead)
                 self.load_v(args, coord, v_at, c + 1, ahead, has_v)
                 if cutlass.const_expr(self.prefetch):
                     token = (c + 4) * CHUNK + thread
@@ -100,9 +100,9 @@ class TileCopies:
             for w, word in enumerate(ptx.load_words(token_at, has_values(coord, token) & has_v)):
                 ahead[w, i] = word
 
-    def store_v(self, coord, values, stage, ahead):
-        """Values in registers, and their absmax, to a stage."""
-        row, _, step = self.copy_slice(coord.thread, LOAD_THREADS)
+    def store_v(self, coord, row, values, stage, ahead):
+        """Values in registers, and their absmax, to a stage. values: address of the first row's."""
+        step = LOAD_THREADS * 8 // self.stages.rows
         words = [[ahead[w, i] for w in range(4)] for i in range(CHUNK // step)]
         for i, four in enumerate(words):
             ptx.store_shared_x4(values + (row + i * step) * self.stages.v_pitch, four)
