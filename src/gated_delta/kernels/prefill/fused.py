@@ -18,7 +18,7 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32, Int64, Uint32
-from cutlass.cute.arch import shuffle_sync, shuffle_sync_bfly
+from cutlass.cute.arch import shuffle_sync_bfly
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import select_
 
@@ -316,12 +316,10 @@ class PrefillFused(PrefillKernel):
             logs.append(terms_gdn.log2_decay(args, self.gate, g, gates.parameters, active))
             betas.append(terms.activate_beta(args, beta, active))
         self.load_raw_gates(args, gates, c + GATE_CHUNKS, lane)
-        at, before = self.gates_at(shared, c), Float32(0)
-        for i, log in enumerate(logs):
-            cumsum = terms_gdn.cumulate(log, lane)
-            ptx.store_shared_f32(at + (GATE_CUMSUM + lane + 32 * i) * 4, cumsum + before)
+        at, (cumsums, _) = self.gates_at(shared, c), terms_gdn.cumulate(logs, lane)
+        for i in range(2):
+            ptx.store_shared_f32(at + (GATE_CUMSUM + lane + 32 * i) * 4, cumsums[i])
             ptx.store_shared_f32(at + (GATE_BETA_K + lane + 32 * i) * 4, betas[i])
-            before = before + shuffle_sync(cumsum, offset=31)
 
     @cute.jit
     def finish_gates(self, coord):

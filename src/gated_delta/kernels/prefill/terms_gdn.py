@@ -217,16 +217,12 @@ class GdnTerms:
     def cumulate_gates(self, args, coord, i):
         """A warp's head: the gates in shared memory, the scales in the workspace."""
         has_head = i < args.size.block_heads
-        gates, cumsums, before = self.gates_at(coord, i), [], Float32(0)
-        tokens = (coord.lane, coord.lane + 32)
+        gates, tokens = self.gates_at(coord, i), (coord.lane, coord.lane + 32)
         logs, betas = (
             [ptx.load_shared_f32(gates + (first + t) * 4) for t in tokens]
             for first in (GATE_CUMSUM, GATE_BETA_K)
         )
-        for log in logs:
-            cumsum = cumulate(log, coord.lane)
-            cumsums.append(cumsum + before)
-            before = before + shuffle_sync(cumsum, offset=31)
+        cumsums, total = cumulate(logs, coord.lane)
         at = args.ptr.scales + layout.head_chunk(args, coord.slot, coord.hv + i) * SCALE_BYTES
         growth = Float32(1)
         for token, cumsum, beta in zip(tokens, cumsums, betas, strict=True):
@@ -238,14 +234,14 @@ class GdnTerms:
                 (GATE_BETA_K, beta_k),
             ):
                 ptx.store_shared_f32(gates + (first + token) * 4, x)
-            store_scales(at, token, cumsum, before, q_norm, k_norm, has_head)
+            store_scales(at, token, cumsum, total, q_norm, k_norm, has_head)
             if self.windows:
                 squares = self.load_norm(coord, SQUARES_K, token)
                 growth = growth * bound.token_growth(beta_k * k_norm, squares)
         if self.windows:
             for step in (1, 2, 4, 8, 16):
                 growth = growth * shuffle_sync_bfly(growth, offset=step)
-            norm, is_first = growth * ptx.exp2(before), has_head & (coord.lane == 0)
+            norm, is_first = growth * ptx.exp2(total), has_head & (coord.lane == 0)
             bound.store_transition_norm(args, coord, coord.hv + i, norm, is_first)
 
     def load_norm(self, coord, first, token):
@@ -268,20 +264,24 @@ def log2_decay(args, gate, g, parameters, active):
     return ptx.select(active, log * Float32(LOG2_E), Float32(0))
 
 
-def cumulate(log, lane):
-    """A warp's inclusive prefix sum."""
-    for step in (1, 2, 4, 8, 16):
-        other = shuffle_sync_up(log, offset=step, mask_and_clamp=0)
-        log = log + ptx.select(lane >= step, other, Float32(0))
-    return log
+def cumulate(logs, lane):
+    """A chunk's inclusive prefix sums, of tokens lane and lane + 32, and its sum."""
+    cumsums, total = [], Float32(0)
+    for log in logs:
+        for step in (1, 2, 4, 8, 16):
+            other = shuffle_sync_up(log, offset=step, mask_and_clamp=0)
+            log = log + ptx.select(lane >= step, other, Float32(0))
+        cumsums.append(log + total)
+        total = total + shuffle_sync(log, offset=31)
+    return cumsums, total
 
 
-def store_scales(at, token, cumsum, last_cumsum, q_norm, k_norm, condition):
+def store_scales(at, token, cumsum, total, q_norm, k_norm, condition):
     """A token's scales to the workspace."""
     decay = ptx.exp2(cumsum)
     scales = (layout.GDN_SCALE_S_K, k_norm * decay), (layout.GDN_SCALE_S_Q, decay)
     terms.store_scales(at, token, (*scales, (layout.GDN_SCALE_O, q_norm)), condition)
-    to_end = ptx.exp2(last_cumsum - cumsum)
+    to_end = ptx.exp2(total - cumsum)
     ptx.store_if(Float16, at + layout.GDN_SCALE_U + token * 2, to_end, condition)
 
 

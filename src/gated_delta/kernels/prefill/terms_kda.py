@@ -106,11 +106,6 @@ class KdaTerms:
     def shared(self):
         return self.smem.size
 
-    def addresses(self, coord):
-        return terms.HeadAddresses(
-            *(coord.shared + region for region in (self.gates, self.tinv, self.aqk))
-        )
-
     @cute.jit
     def prepare(self, args, coord, worker):
         beta, parameters = self.inputs.load(args, coord)
@@ -126,7 +121,7 @@ class KdaTerms:
             self.clear_operands(coord)
         worker.inputs_loaded(coord)
         worker.chunk_begun(args, coord, coord.subchunk == 1)
-        head = self.addresses(coord)
+        head = terms.HeadAddresses(*(coord.shared + x for x in (self.gates, self.tinv, self.aqk)))
         self.store_chunk_decays(args, coord)
         self.store_diagonal(coord, head, diagonal)
         self.blocks_below(args, coord, head)
