@@ -107,8 +107,7 @@ class MainloopFp16:
                 state_scale, pipe, checkpoint = self.chunk(
                     args, coord, frag, pipe, state_scale, checkpoint
                 )
-        rows = self.rows(coord)
-        self.states.store_final(args, work, rows, Boolean(True), frag.state, state_scale)
+        self.states.store_final(args, self.stored_rows(coord), frag.state, state_scale)
         # All lanes have read the box coordinates, which the next work tile overwrites: right in
         # front of that ptxas serialises wgmmas.
         cute.arch.sync_warp()
@@ -123,7 +122,7 @@ class MainloopFp16:
         hopper.start_mma(frag.s_k, frag.state_fp16, right.k, pipe.stage)
         hopper.start_mma(frag.o, frag.state_fp16, right.q, pipe.stage)
         self.start_v(args, coord, pipe, 1)
-        values, absmax, state_scale = self.scale_values(frag, coord, pipe, state_scale)
+        values, absmax, state_scale = self.scale_values(coord, frag, pipe, state_scale)
         warpgroup.wait_group(0)  # for S q too: waiting for S k alone takes more registers
         # v - S k: the scales are negative.
         s_k_scales = self.scales(coord, pipe, self.s_k_scale)
@@ -133,7 +132,7 @@ class MainloopFp16:
         state.decay(frag.state, self.scales_at(coord, pipe, 0), coord.thread, self.channel)
         u_scales = None if self.channel else self.scales(coord, pipe, layout.GDN_SCALE_U)
         warpgroup.wait_group(0)
-        self.start_update(frag, coord, pipe, terms, u_scales)
+        self.start_update(coord, frag, pipe, terms, u_scales)
         # The other warpgroup keeps the tensor cores busy, so the stage is released early.
         self.store_outputs(args, coord, frag, pipe, o_scale)
         if following.left > 0:
@@ -146,7 +145,7 @@ class MainloopFp16:
                 checkpoint = self.store_checkpoints(args, coord, frag, state_scale, checkpoint)
         return state_scale, following, checkpoint
 
-    def start_update(self, frag, coord, pipe, terms, u_scales):
+    def start_update(self, coord, frag, pipe, terms, u_scales):
         """Add u k to the state, Aqk u to o. terms: Aqk's stage."""
         u, accumulator = (cute.recast_tensor(x, Uint32) for x in (frag.u, frag.s_k))
         for i in range(cute.size(u)):
@@ -173,11 +172,14 @@ class MainloopFp16:
     def rows(self, coord):
         return state.state_coord(coord.group * ROWS, coord.thread)
 
+    def stored_rows(self, coord):
+        end_chunk = layout.num_chunks(active_tokens(coord.work))
+        return state.StoredRows(coord.work, self.rows(coord), end_chunk, Boolean(True))
+
     def store_checkpoints(self, args, coord, frag, state_scale, chunk):
         """Store the state, before `chunk`, to its checkpoints. Returns the next ones' chunk."""
-        end_chunk = layout.num_chunks(active_tokens(coord.work))
-        head = args, coord.work, self.rows(coord), end_chunk, Boolean(True)
-        return self.states.store_checkpoints(*head, frag.state, state_scale, chunk)
+        target = self.stored_rows(coord)
+        return self.states.store_checkpoints(args, target, frag.state, state_scale, chunk)
 
     # ---------------------------------------------------------------------------- v
 
@@ -221,7 +223,7 @@ class MainloopFp16:
             cute.arch.sync_warp()
 
     @cute.jit
-    def scale_values(self, frag, coord, pipe, state_scale):
+    def scale_values(self, coord, frag, pipe, state_scale):
         """The chunk's v as fp16 at the state's scale, its absmax, and the scale.
 
         Values above the range scale the state, S k and S q down. Values far below it are for the

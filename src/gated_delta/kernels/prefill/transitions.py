@@ -132,7 +132,7 @@ class PrefillTransitions(PrefillKernel):
         """An MMA warpgroup: 64 rows of M or B."""
         frag = self.mainloop.products.make_fragments(coord)
         self.load_state(args, coord, frag.state)
-        state_scale = self.mainloop.run(frag, args, coord, Int32(0))
+        state_scale = self.mainloop.run(args, coord, frag, Int32(0))
         # M or B among the transitions; B as the next segment's initial state where it is that.
         work = coord.work
         transition = args.ptr.segment_transitions + segment_of(args, work) * (2 * STATE_BYTES)
