@@ -316,9 +316,10 @@ class PrefillFused(PrefillKernel):
             logs.append(terms_gdn.log2_decay(args, self.gate, g, gates.parameters, active))
             betas.append(terms.activate_beta(args, beta, active))
         self.load_raw_gates(args, gates, c + GATE_CHUNKS, lane)
-        at, (cumsums, _) = self.gates_at(shared, c), terms_gdn.cumulate(logs, lane)
-        for i in range(2):
-            ptx.store_shared_f32(at + (GATE_CUMSUM + lane + 32 * i) * 4, cumsums[i])
+        at, total = self.gates_at(shared, c), Float32(0)
+        for i, log in enumerate(logs):
+            cumsum, total = terms_gdn.cumulate(log, total, lane)
+            ptx.store_shared_f32(at + (GATE_CUMSUM + lane + 32 * i) * 4, cumsum)
             ptx.store_shared_f32(at + (GATE_BETA_K + lane + 32 * i) * 4, betas[i])
 
     @cute.jit

@@ -128,11 +128,13 @@ class PrefillScanRaw(PrefillKernel):
     @cute.jit
     def start_copies(self, args, work, shared, lane, c, chunks):
         """A warp: start copies of chunk c's raw tokens and scales; of chunk c - 1's Tinv, Aqk."""
+        stage, _ = self.tokens.locate(work.iterations_before + c)
+        number = layout.head_chunk(args, work.sequence.first_slot + c, work.hv)
         self.wait_until_prepared(args, work.sequence.first_slot, c, chunks, lane)
         if c < chunks:
-            self.start_tokens(args, work, shared, c)
+            self.start_tokens(args, work, shared, c, stage, number)
         if (c > 0) & (lane == 0):
-            self.start_terms(args, work, shared, c - 1)
+            self.start_terms_before(args, work, shared, c)
 
     @cute.jit
     def wait_until_prepared(self, args, first_slot, c, chunks, lane):
@@ -147,10 +149,8 @@ class PrefillScanRaw(PrefillKernel):
             cute.arch.sync_warp()
             cute.arch.fence_proxy("async.global")
 
-    def start_tokens(self, args, work, shared, c):
+    def start_tokens(self, args, work, shared, c, stage, number):
         """A warp: k, g, q and scales of a chunk, to its stage of tokens."""
-        stage, _ = self.tokens.locate(work.iterations_before + c)
-        number = layout.head_chunk(args, work.sequence.first_slot + c, work.hv)
         n, h = layout.tma_row(args, work.sequence), qk_head(work.hv, args.size.qk_head_factor)
         token, full = work.sequence.start + c * CHUNK, self.tokens.full_at(shared, stage)
         with cute.arch.elect_one():
@@ -167,15 +167,15 @@ class PrefillScanRaw(PrefillKernel):
             target = shared + self.scales + stage * RAW_STAGE_BYTES
             ptx.bulk_load(target, args.ptr.scales + number * RAW_SCALE_BYTES, RAW_SCALE_BYTES, full)
 
-    def start_terms(self, args, work, shared, c):
-        """A thread: Tinv and Aqk of a chunk, to its stage of terms."""
-        stage = self.terms.stage_of(work.iterations_before + c)
-        number = layout.head_chunk(args, work.sequence.first_slot + c, work.hv)
+    def start_terms_before(self, args, work, shared, c):
+        """A thread: Tinv and Aqk of the chunk before c, to its stage of terms."""
+        stage = self.terms.stage_of(work.iterations_before + c - 1)
+        number = layout.head_chunk(args, work.sequence.first_slot + c - 1, work.hv)
+        full = self.terms.full_at(shared, stage)
         self.terms.producer_expect(shared, stage, 2 * TRIANGLE_BYTES)
         for i, square in enumerate((self.tinv, self.aqk)):
             triangle_at = args.ptr.tinv_aqk + (number * 2 + i) * TRIANGLE_BYTES
-            square_at = shared + square + stage * SQUARE.bytes
-            layout.load_square(triangle_at, square_at, self.terms.full_at(shared, stage))
+            layout.load_square(triangle_at, shared + square + stage * SQUARE.bytes, full)
 
     # ---------------------------------------------------------------------------- decay warpgroups
 

@@ -1,5 +1,6 @@
 """GDN's intra-chunk terms: K K^T and Q K^T once a q/k head, decayed for each of its value heads."""
 
+import itertools
 from typing import NamedTuple
 
 import cutlass
@@ -222,7 +223,10 @@ class GdnTerms:
             [ptx.load_shared_f32(gates + (first + t) * 4) for t in tokens]
             for first in (GATE_CUMSUM, GATE_BETA_K)
         )
-        cumsums, total = cumulate(logs, coord.lane)
+        cumsums, total = [], Float32(0)
+        for log in logs:
+            cumsum, total = cumulate(log, total, coord.lane)
+            cumsums.append(cumsum)
         at = args.ptr.scales + layout.head_chunk(args, coord.slot, coord.hv + i) * SCALE_BYTES
         growth = Float32(1)
         for token, cumsum, beta in zip(tokens, cumsums, betas, strict=True):
@@ -264,16 +268,12 @@ def log2_decay(args, gate, g, parameters, active):
     return ptx.select(active, log * Float32(LOG2_E), Float32(0))
 
 
-def cumulate(logs, lane):
-    """A chunk's inclusive prefix sums, of tokens lane and lane + 32, and its sum."""
-    cumsums, total = [], Float32(0)
-    for log in logs:
-        for step in (1, 2, 4, 8, 16):
-            other = shuffle_sync_up(log, offset=step, mask_and_clamp=0)
-            log = log + ptx.select(lane >= step, other, Float32(0))
-        cumsums.append(log + total)
-        total = total + shuffle_sync(log, offset=31)
-    return cumsums, total
+def cumulate(log, before, lane):
+    """A warp's inclusive prefix sums, on top of the sum before; and the sum of all."""
+    for step in (1, 2, 4, 8, 16):
+        other = shuffle_sync_up(log, offset=step, mask_and_clamp=0)
+        log = log + ptx.select(lane >= step, other, Float32(0))
+    return log + before, before + shuffle_sync(log, offset=31)
 
 
 def store_scales(at, token, cumsum, total, q_norm, k_norm, condition):
@@ -406,24 +406,23 @@ def load_block_decays(coord, own_at, factors):
 
 def decay_fused_diagonal(inverse, coord, aqk_at, kk, kq, factors, columns):
     """The warp's diagonal blocks. Of a pair's two decays, there and back, one is at most 1."""
-    kk, kq = (
+    own_kk, own_kq = (
         [[own_word(coord, words, i, j) for j in range(2)] for i in range(2)] for words in (kk, kq)
     )
     words = []
-    for j in range(2):
-        for i in range(2):
-            decays = [ptx.exp2(-cute.math.abs(factors.rows[i] - x)) for x in columns[j]]
-            row, column = coord.row + 8 * i, 8 * j + 2 * coord.quad_lane
-            # Forward substitution reads below the diagonal only.
-            for p in range(2 if i >= j else 0):
-                x = ptx.unpack([kk[i][j]], Float16)[p] * decays[p] * factors.beta_k2[i]
+    for j, i in itertools.product(range(2), range(2)):  # halves of the columns, of the rows
+        decays = [ptx.exp2(-cute.math.abs(factors.rows[i] - x)) for x in columns[j]]
+        row, column = coord.row + 8 * i, 8 * j + 2 * coord.quad_lane
+        if i >= j:  # forward substitution reads below the diagonal only
+            for p in range(2):
+                x = ptx.unpack([own_kk[i][j]], Float16)[p] * decays[p] * factors.beta_k2[i]
                 at = inverse.diagonal_column(coord, column + p) + row * 4
                 ptx.store_shared_f32(at, x)
-            products = ptx.unpack([kq[i][j]], Float16)
-            aqk = [x * decay for x, decay in zip(products, decays, strict=True)]
-            if i == j:
-                aqk = [ptx.select(column + p >= row, aqk[p], Float32(0)) for p in range(2)]
-            words.append(ptx.pack_x2(*aqk, Float16) if i <= j else Uint32(0))
+        products = ptx.unpack([own_kq[i][j]], Float16)
+        aqk = [x * decay for x, decay in zip(products, decays, strict=True)]
+        if i == j:
+            aqk = [ptx.select(column + p >= row, aqk[p], Float32(0)) for p in range(2)]
+        words.append(ptx.pack_x2(*aqk, Float16) if i <= j else Uint32(0))
     store_aqk_block(inverse, coord, aqk_at, coord.subchunk, words)
 
 
