@@ -159,31 +159,15 @@ class Ring(NamedTuple):
 
 
 class ChunkState(NamedTuple):
-    """A consumer's position in two rings: four stages of tokens, two of all else (`buffer`)."""
+    """A consumer's position in two rings: stages of tokens, and two stages of all else."""
 
     chunk: Int32
     stage: Int32
     """Of the chunk's tokens."""
+    number: Int32
+    """The chunk's number in the pipeline modulo 4: stage and phase of its buffer."""
     left: Int32
     """Tokens of the sequence from the chunk's first one on."""
-
-    @property
-    def number(self):
-        """The chunk's number in the pipeline modulo 4: stage and phase of its buffer."""
-        return self.stage
-
-    @property
-    def buffer(self):
-        return self.number & 1
-
-
-class NumberedChunkState(NamedTuple):
-    """ChunkState with another number of token stages, which does not give the number."""
-
-    chunk: Int32
-    stage: Int32
-    number: Int32
-    left: Int32
 
     @property
     def buffer(self):
@@ -191,23 +175,25 @@ class NumberedChunkState(NamedTuple):
 
 
 class TokenPipeline(NamedTuple):
-    """Positions in a pipeline with so many stages of tokens, `chunk_tokens` a chunk."""
+    """Positions in a pipeline with so many stages of tokens, `chunk_tokens` a chunk.
+
+    Of four stages a chunk's is its number: the compiler then keeps one register for both.
+    """
 
     stages: int
     chunk_tokens: int
 
     def start(self, iteration, left):
         """At a work tile's first chunk, the pipeline's iteration 0, 1, ..."""
-        if self.stages == 4:
-            return ChunkState(Int32(0), iteration & 3, left)
-        return NumberedChunkState(Int32(0), iteration % self.stages, iteration & 3, left)
+        number = iteration & 3
+        stage = number if self.stages == 4 else iteration % self.stages
+        return ChunkState(Int32(0), stage, number, left)
 
     def advance(self, state):
-        chunk, left = state.chunk + 1, state.left - self.chunk_tokens
-        if self.stages == 4:
-            return ChunkState(chunk, (state.stage + 1) & 3, left)
-        stage = Int32(select_(state.stage == self.stages - 1, 0, state.stage + 1))
-        return NumberedChunkState(chunk, stage, (state.number + 1) & 3, left)
+        stage = number = (state.number + 1) & 3
+        if self.stages != 4:
+            stage = Int32(select_(state.stage == self.stages - 1, 0, state.stage + 1))
+        return ChunkState(state.chunk + 1, stage, number, state.left - self.chunk_tokens)
 
 
 @cute.jit

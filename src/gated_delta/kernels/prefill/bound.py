@@ -66,8 +66,7 @@ class KdaTransitionBound:
                 row = ptx.fmax(*ptx.unpack([absmax[n, i] & Uint32(0x7FFF7FFF)], Float16))
                 for step in (1, 2):
                     row = ptx.fmax(row, shuffle_sync_bfly(row, offset=step))
-                token = coord.subchunk * SUBCHUNK + coord.row + 8 * i
-                at = coord.shared + region + token * 4
+                at = coord.shared + region + coord.token(i) * 4
                 if n == 0:
                     row = row * ptx.load_shared_f32(at)
                 cute.arch.sync_warp()

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32, Int64, Uint32
-from cutlass.cute.arch import shuffle_sync, shuffle_sync_bfly
+from cutlass.cute.arch import shuffle_sync_bfly
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import select_
 
@@ -30,7 +30,7 @@ from .arguments import CHUNK, SCALE_BYTES, TILE_BYTES
 from .inverse import GATE_BETA_K, GATE_BETA_K2, GATE_BYTES, GATE_CUMSUM
 from .kernel import PrefillKernel
 from .layout import Q_SCALE, SQUARE, D
-from .mainloop_fp16 import BOX_BYTES, VALUES, MainloopFp16, Regions, zero_outputs
+from .mainloop_fp16 import VALUES, MainloopFp16, Regions, add_term_regions, zero_outputs
 from .terms_gdn import NORM_K, NORM_Q
 from .work import TileScheduler, active_tokens
 
@@ -90,9 +90,7 @@ class PrefillFused(PrefillKernel):
         self.split = not (checkpoints and state_dtype == "fp32")
         smem = hopper.SharedMemory()
         self.kq = smem.add(STAGES * PAIR.bytes, 1024)
-        v, self.tinv, self.aqk = (
-            smem.add(2 * size, 1024) for size in (2 * VALUES.bytes, SQUARE.bytes, SQUARE.bytes)
-        )
+        v, self.tinv, self.aqk = add_term_regions(smem)
         self.scales, self.norms = (smem.add(STAGES * size) for size in (SCALE_BYTES, NORMS_BYTES))
         self.raw = smem.add_ring(STAGES, producers=1)
         self.tokens = smem.add_ring(
@@ -104,15 +102,9 @@ class PrefillFused(PrefillKernel):
         self.inverse = inverse.Inverse(inverse.add_regions(smem), SQUARE.offset)
         self.gates = smem.add(2 * GATE_CHUNKS * GATE_BYTES)
         self.scheduler = TileScheduler(smem, self.threads, D * D * DTYPES[state_dtype].width // 8)
-        boxes = smem.add(BOX_BYTES, 16)
-        self.mainloop = MainloopFp16(
-            False,
-            DTYPES[state_dtype],
-            checkpoints,
-            self.tokens,
-            self.full,
-            Regions(self.tinv, self.aqk, v, self.scales, boxes),
-        )
+        regions = Regions(v, self.tinv, self.aqk, self.scales)
+        facts = False, DTYPES[state_dtype], checkpoints
+        self.mainloop = MainloopFp16(smem, *facts, self.tokens, self.full, regions)
         self.shared = smem.size
 
     def ctas(self, args):
@@ -148,7 +140,8 @@ class PrefillFused(PrefillKernel):
 
     def mma(self, args, work, shared, thread, role):
         k, q = self.qk_tensors(shared)
-        self.mainloop.run(args, work, shared, thread, role - WarpRole.MMA0, k, q, k)
+        tokens = dict(k=k, q=q, k_update=k)
+        self.mainloop.run(args, work, shared, thread, role - WarpRole.MMA0, tokens)
 
     def qk_tensors(self, shared):
         """k and q as operands of wgmma: [64, 128, stages]."""
@@ -178,14 +171,7 @@ class PrefillFused(PrefillKernel):
             if left < CHUNK:
                 self.clear_rows(shared_at, lane_thread, stage, left)
             for is_q in cutlass.range(2, unroll=1):
-                at = [self.row_at(shared_at, lane_thread, stage, is_q, half) for half in range(2)]
-                rows = [load_row(row_at) for row_at in at]
-                for half in cutlass.range_constexpr(2):
-                    row = half * 32 + lane_thread // 4
-                    norm = self.convert_row(args, is_q, at[half], rows[half])
-                    norm_at = shared_at + self.norms + stage * NORMS_BYTES
-                    norm_at += (NORM_K + is_q * (NORM_Q - NORM_K) + row) * 4
-                    ptx.store_shared(norm_at, norm.bitcast(Uint32), lane_thread % 4 == 0)
+                self.convert_rows(args, shared_at, lane_thread, stage, is_q)
                 if (warp == 0) & (not started) & (left > CHUNK):
                     next_stage, next_phase = self.tokens.locate(iteration + 1)
                     if self.tokens.producer_try_acquire(shared_at, next_stage, next_phase):
@@ -221,6 +207,17 @@ class PrefillFused(PrefillKernel):
                 at = self.row_at(shared, thread, stage, is_q, half)
                 for j in cutlass.range_constexpr(D // 32):
                     ptx.store_shared_x4(at + j * VECTOR_STEP, [Uint32(0)] * 4)
+
+    def convert_rows(self, args, shared, thread, stage, is_q):
+        """The thread's two rows of k or q, and their norms; all loads precede all stores."""
+        at = [self.row_at(shared, thread, stage, is_q, half) for half in range(2)]
+        rows = [load_row(row_at) for row_at in at]
+        for half in range(2):
+            row = half * 32 + thread // 4
+            norm = self.convert_row(args, is_q, at[half], rows[half])
+            norm_at = shared + self.norms + stage * NORMS_BYTES
+            norm_at += (NORM_K + is_q * (NORM_Q - NORM_K) + row) * 4
+            ptx.store_shared(norm_at, norm.bitcast(Uint32), thread % 4 == 0)
 
     def convert_row(self, args, is_q, at, words):
         """The thread's raw k (q) to fp16 at `at`. Returns its norm.
@@ -319,12 +316,11 @@ class PrefillFused(PrefillKernel):
             logs.append(terms_gdn.log2_decay(args, self.gate, g, gates.parameters, active))
             betas.append(terms.activate_beta(args, beta, active))
         self.load_raw_gates(args, gates, c + GATE_CHUNKS, lane)
-        at, before = self.gates_at(shared, c), Float32(0)
+        at, total = self.gates_at(shared, c), Float32(0)
         for i, log in enumerate(logs):
-            cumsum = terms_gdn.cumulate(log, lane)
-            ptx.store_shared_f32(at + (GATE_CUMSUM + lane + 32 * i) * 4, cumsum + before)
+            cumsum, total = terms_gdn.cumulate(log, total, lane)
+            ptx.store_shared_f32(at + (GATE_CUMSUM + lane + 32 * i) * 4, cumsum)
             ptx.store_shared_f32(at + (GATE_BETA_K + lane + 32 * i) * 4, betas[i])
-            before = before + shuffle_sync(cumsum, offset=31)
 
     @cute.jit
     def finish_gates(self, coord):

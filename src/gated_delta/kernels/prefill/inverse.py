@@ -62,7 +62,7 @@ class Inverse:
 
     def store_system(self, coord, subchunk, i, j, word):
         """Two entries left of the diagonal: the warp's tokens with an earlier sub-chunk's."""
-        at = self.system_row(coord, coord.subchunk * SUBCHUNK + coord.row + 8 * i)
+        at = self.system_row(coord, coord.token(i))
         ptx.store_shared(at + (SUBCHUNK * subchunk + 8 * j + 2 * coord.quad_lane) * 2, word)
 
     def store_system_diagonal(self, coord, i, j, x):
@@ -73,8 +73,7 @@ class Inverse:
             ptx.store_shared_f32(at, ptx.select(column + p < row, x[p], Float32(0)))
 
     def store_aqk(self, coord, aqk_at, subchunk, i, j, word):
-        row = coord.subchunk * SUBCHUNK + coord.row + 8 * i
-        at = self.vector_offset(row, 2 * subchunk + j) + coord.quad_lane * 4
+        at = self.vector_offset(coord.token(i), 2 * subchunk + j) + coord.quad_lane * 4
         ptx.store_shared(aqk_at + at, word)
 
     def store_aqk_diagonal(self, coord, aqk_at, i, j, x):

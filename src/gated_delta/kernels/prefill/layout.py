@@ -137,6 +137,10 @@ class ChunkCoord(NamedTuple):
     iteration: Int32
     """prepare_raw: chunks that the warpgroup has prepared before."""
 
+    def token(self, i):
+        """The lane's token `row`, or with i = 1 `row + 8`, of the chunk."""
+        return self.subchunk * SUBCHUNK + self.row + 8 * i
+
 
 def chunk_coord(sequence, hv, slot, chunk, tokens, shared, thread, subchunk, iteration=0):
     lane = thread % WARP

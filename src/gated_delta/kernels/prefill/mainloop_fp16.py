@@ -26,8 +26,6 @@ GROUPS = 2
 """MMA warpgroups."""
 VALUES = hopper.SwizzledTile(CHUNK, ROWS, 64)
 """A warpgroup's v of a chunk, later its o: one TMA box."""
-BOX_BYTES = GROUPS * 4 * 16
-"""Where the warps keep the coordinates of the next v and o boxes, which would cost registers."""
 
 
 class MmaCoord(NamedTuple):
@@ -43,13 +41,18 @@ class MmaCoord(NamedTuple):
 
 
 class Regions(NamedTuple):
-    """Byte offsets of shared memory: two stages of Tinv, Aqk and v; scales by stages of tokens."""
+    """Byte offsets of shared memory: two stages of v, Tinv and Aqk; scales by stages of tokens."""
 
+    v: int
     tinv: int
     aqk: int
-    v: int
     scales: int
-    boxes: int
+
+
+def add_term_regions(smem):
+    """v, Tinv, Aqk."""
+    square = layout.SQUARE.bytes
+    return [smem.add(2 * size, 1024) for size in (GROUPS * VALUES.bytes, square, square)]
 
 
 class MainloopFp16:
@@ -59,18 +62,13 @@ class MainloopFp16:
     """
 
     def __init__(
-        self,
-        channel,
-        state_dtype,
-        checkpoints,
-        tokens,
-        terms,
-        regions,
-        sync_loads=False,
+        self, smem, channel, state_dtype, checkpoints, tokens, terms, regions, sync_loads=False
     ):
         self.channel, self.checkpoints = channel, checkpoints
         self.states = state.States(state_dtype)
         self.tokens, self.terms, self.regions = tokens, terms, regions
+        # Of each warp, the coordinates of the next v and o boxes, which would cost registers.
+        self.boxes = smem.add(GROUPS * 4 * 16, 16)
         # Of a chunk's scales: all bytes, the offsets of o's and of S k's, which is negative here.
         self.scale_bytes, self.o_scale, self.s_k_scale = (
             (layout.RAW_STAGE_BYTES, layout.KDA_SCALE_O, layout.RAW_SCALE_S_K)
@@ -81,11 +79,11 @@ class MainloopFp16:
         self.pipeline = hopper.TokenPipeline(tokens.stages, CHUNK)
 
     @cute.jit
-    def run(self, args, work, shared, thread, group, k, q, k_update):
-        """A work tile. k, q, k_update: tokens in shared memory, [64, 128, stages]."""
-        box_at = shared + self.regions.boxes + (group * 4 + thread // 32) * 16
+    def run(self, args, work, shared, thread, group, tokens):
+        """A work tile. tokens: k, q and k_update by name in shared memory, [64, 128, stages]."""
+        box_at = shared + self.boxes + (group * 4 + thread // 32) * 16
         coord = MmaCoord(work, shared, thread, group, box_at)
-        right, frag = self.right_operands(coord, k, q, k_update), state.make_fragments(Float16)
+        frag = state.make_fragments(Float16, self.right_operands(coord, tokens))
         # A branch, and for some variants a barrier behind it: else ptxas serialises wgmmas.
         if work.state_index >= 0:
             self.states.load_initial(args, work, self.rows(coord), frag.state)
@@ -107,49 +105,34 @@ class MainloopFp16:
             state.to_fp16(frag.state, frag.state_fp16)
             while pipe.left > 0:
                 state_scale, pipe, checkpoint = self.chunk(
-                    args, coord, right, frag, pipe, state_scale, checkpoint
+                    args, coord, frag, pipe, state_scale, checkpoint
                 )
-        rows = self.rows(coord)
-        self.states.store_final(args, work, rows, Boolean(True), frag.state, state_scale)
+        self.states.store_final(args, self.stored_rows(coord), frag.state, state_scale)
         # All lanes have read the box coordinates, which the next work tile overwrites: right in
         # front of that ptxas serialises wgmmas.
         cute.arch.sync_warp()
 
     @cute.jit
-    def chunk(self, args, coord, right, frag, pipe, state_scale, checkpoint):
+    def chunk(self, args, coord, frag, pipe, state_scale, checkpoint):
         """A chunk, from S k on. Shared memory is read in front of each wait for a wgmma group.
 
         No wgmma group is in flight across the loop's back edge: ptxas would serialise every wgmma.
         """
-        following, terms = self.pipeline.advance(pipe), pipe.buffer
+        following, terms, right = self.pipeline.advance(pipe), pipe.buffer, frag.right
         hopper.start_mma(frag.s_k, frag.state_fp16, right.k, pipe.stage)
         hopper.start_mma(frag.o, frag.state_fp16, right.q, pipe.stage)
         self.start_v(args, coord, pipe, 1)
-        values, absmax, state_scale = self.scale_values(frag, coord, pipe, state_scale)
+        values, absmax, state_scale = self.scale_values(coord, frag, pipe, state_scale)
         warpgroup.wait_group(0)  # for S q too: waiting for S k alone takes more registers
         # v - S k: the scales are negative.
-        at = self.scales_at(coord, pipe, self.s_k_scale)
-        s_k_scales = state.load_columns(at, coord.thread, Float16)
+        s_k_scales = self.scales(coord, pipe, self.s_k_scale)
         state.scale_words(frag.s_k, frag.operand, s_k_scales, values)
         o_scale = state_scale
         hopper.start_mma(frag.s_k, frag.operand, right.tinv, terms)
         state.decay(frag.state, self.scales_at(coord, pipe, 0), coord.thread, self.channel)
-        if cutlass.const_expr(not self.channel):
-            at = self.scales_at(coord, pipe, layout.GDN_SCALE_U)
-            u_scales = state.load_columns(at, coord.thread, Float16)
+        u_scales = None if self.channel else self.scales(coord, pipe, layout.GDN_SCALE_U)
         warpgroup.wait_group(0)
-        u, accumulator = (cute.recast_tensor(x, Uint32) for x in (frag.u, frag.s_k))
-        for i in cutlass.range_constexpr(cute.size(u)):
-            u[i] = accumulator[i]
-        left = frag.u
-        if cutlass.const_expr(not self.channel):
-            left = frag.operand
-            state.scale_words(frag.u, left, u_scales)
-        hopper.start_mma(frag.state, left, right.k_update, pipe.stage, True, hopper.MAJOR.MN)
-        if cutlass.const_expr(not self.channel):
-            at = self.scales_at(coord, pipe, layout.FUSED_SCALE_S_Q)
-            state.scale_words(frag.o, frag.o, state.load_columns(at, coord.thread, Float16))
-        hopper.start_mma(frag.o, frag.u, right.aqk, terms, True)
+        self.start_update(coord, frag, pipe, terms, u_scales)
         # The other warpgroup keeps the tensor cores busy, so the stage is released early.
         self.store_outputs(args, coord, frag, pipe, o_scale)
         if following.left > 0:
@@ -162,24 +145,41 @@ class MainloopFp16:
                 checkpoint = self.store_checkpoints(args, coord, frag, state_scale, checkpoint)
         return state_scale, following, checkpoint
 
+    def start_update(self, coord, frag, pipe, terms, u_scales):
+        """Add u k to the state, Aqk u to o. terms: Aqk's stage."""
+        u, accumulator = (cute.recast_tensor(x, Uint32) for x in (frag.u, frag.s_k))
+        for i in range(cute.size(u)):
+            u[i] = accumulator[i]
+        left, right = frag.u, frag.right
+        if not self.channel:
+            left = frag.operand
+            state.scale_words(frag.u, left, u_scales)
+        hopper.start_mma(frag.state, left, right.k_update, pipe.stage, True, hopper.MAJOR.MN)
+        if not self.channel:
+            s_q_scales = self.scales(coord, pipe, layout.FUSED_SCALE_S_Q)
+            state.scale_words(frag.o, frag.o, s_q_scales)
+        hopper.start_mma(frag.o, frag.u, right.aqk, terms, True)
+
     # ---------------------------------------------------------------------------- operands, state
 
-    def right_operands(self, coord, k, q, k_update):
+    def right_operands(self, coord, tokens):
         tinv, aqk = (
             layout.SQUARE.tensor(coord.shared + at, self.terms.stages)
             for at in (self.regions.tinv, self.regions.aqk)
         )
-        operands = dict(k=k, q=q, k_update=k_update, tinv=tinv, aqk=aqk)
-        return state.right_operands(coord.thread, Float16, **operands)
+        return state.right_operands(coord.thread, Float16, **tokens, tinv=tinv, aqk=aqk)
 
     def rows(self, coord):
         return state.state_coord(coord.group * ROWS, coord.thread)
 
+    def stored_rows(self, coord):
+        end_chunk = layout.num_chunks(active_tokens(coord.work))
+        return state.StoredRows(coord.work, self.rows(coord), end_chunk, Boolean(True))
+
     def store_checkpoints(self, args, coord, frag, state_scale, chunk):
         """Store the state, before `chunk`, to its checkpoints. Returns the next ones' chunk."""
-        end_chunk = layout.num_chunks(active_tokens(coord.work))
-        head = args, coord.work, self.rows(coord), end_chunk, Boolean(True)
-        return self.states.store_checkpoints(*head, frag.state, state_scale, chunk)
+        target = self.stored_rows(coord)
+        return self.states.store_checkpoints(args, target, frag.state, state_scale, chunk)
 
     # ---------------------------------------------------------------------------- v
 
@@ -223,7 +223,7 @@ class MainloopFp16:
             cute.arch.sync_warp()
 
     @cute.jit
-    def scale_values(self, frag, coord, pipe, state_scale):
+    def scale_values(self, coord, frag, pipe, state_scale):
         """The chunk's v as fp16 at the state's scale, its absmax, and the scale.
 
         Values above the range scale the state, S k and S q down. Values far below it are for the
@@ -258,6 +258,10 @@ class MainloopFp16:
         """Address of the chunk's scales from offset `first` on."""
         shared = ptx.opaque(coord.shared) if self.channel else coord.shared
         return shared + self.regions.scales + pipe.stage * self.scale_bytes + first
+
+    def scales(self, coord, pipe, first):
+        """The lane's fp16 scales."""
+        return state.load_columns(self.scales_at(coord, pipe, first), coord.thread, Float16)
 
     # ---------------------------------------------------------------------------- o
 

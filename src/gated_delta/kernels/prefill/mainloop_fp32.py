@@ -58,7 +58,7 @@ class MainloopFp32:
 
         load_state: (args, coord, state) -> None, else the call's initial state.
         """
-        right, frag = self.products.right_operands(coord), self.products.make_fragments()
+        frag = self.products.make_fragments(coord)
         if cutlass.const_expr(load_state is None):
             rows = state.state_coord(coord.v_row, coord.thread)
             self.states.load_initial(args, coord.work, rows, frag.state)
@@ -70,16 +70,15 @@ class MainloopFp32:
             # No checkpoint lies in a window.
             if cutlass.const_expr(not windows) or coord.first_chunk == coord.first_stored:
                 checkpoint = self.store_checkpoints(
-                    frag, args, coord, Float32(1), coord.first_chunk
+                    args, coord, frag, Float32(1), coord.first_chunk
                 )
-        state_scale = self.run(frag, right, args, coord, checkpoint)
+        state_scale = self.run(args, coord, frag, checkpoint)
         if cutlass.const_expr(self.recomputes):
             coord = coord._replace(thread=ptx.opaque(coord.thread))
-        rows, last = self.state_coord(coord), is_last(args, coord.work)
-        self.states.store_final(args, coord.work, rows, last, frag.state, state_scale)
+        self.states.store_final(args, self.stored_rows(args, coord), frag.state, state_scale)
 
     @cute.jit
-    def run(self, frag, right, args, coord, checkpoint):
+    def run(self, args, coord, frag, checkpoint):
         """All chunks of a work tile. Returns the state's scale."""
         state_scale, pipe = Float32(1), self.stages.ring.start(coord.first_chunk, Int32(0))
         if coord.end_chunk > coord.first_chunk:
@@ -92,46 +91,41 @@ class MainloopFp32:
             state.to_fp16(frag.state, frag.state_fp16)
             for _ in cutlass.range(coord.first_chunk, coord.end_chunk, 1, unroll=1):
                 state_scale, pipe, checkpoint = self.chunk(
-                    frag, right, args, coord, pipe, state_scale, checkpoint
+                    args, coord, frag, pipe, state_scale, checkpoint
                 )
         return state_scale
 
     @cute.jit
-    def chunk(self, frag, right, args, coord, pipe, state_scale, checkpoint):
+    def chunk(self, args, coord, frag, pipe, state_scale, checkpoint):
         """One chunk, from S k on. Shared memory is read in front of each wait for wgmmas.
 
         No wgmma group is in flight across the back edge: ptxas would serialise every wgmma.
         """
         next_pipe = self.stages.ring.advance(pipe)
-        self.start_mma(frag.s_k, frag.state_fp16, "k", right, pipe, False)
+        self.start_mma(frag.s_k, frag.state_fp16, frag.right, "k", pipe)
         if cutlass.const_expr(self.has_outputs):
-            self.start_mma(frag.o, frag.state_fp16, "q", right, pipe, False)
+            self.start_mma(frag.o, frag.state_fp16, frag.right, "q", pipe)
         values, s_k_scales = self.values(coord, pipe), self.column_scales(coord, pipe, "s_k")
         self.stages.release_values(coord, pipe)
         self.products.wait(1 if self.has_outputs else 0)
         self.residual(frag, values, s_k_scales, state_scale)
         o_scale = state_scale
-        self.start_mma(frag.s_k, frag.operand, "tinv", right, pipe, False)
+        self.start_mma(frag.s_k, frag.operand, frag.right, "tinv", pipe)
         scales_at = self.scales_at(coord, pipe)
         state.decay(frag.state, scales_at, coord.thread, self.channel)
-        u_scales = None
-        if cutlass.const_expr(not self.channel):
-            at = scales_at + layout.GDN_SCALE_U
-            u_scales = state.load_columns(at, coord.thread, Float16)
+        at = scales_at + layout.GDN_SCALE_U
+        u_scales = None if self.channel else state.load_columns(at, coord.thread, Float16)
         self.products.wait(0)
         self.stages.release_early(coord, pipe)
-        self.start_update(frag, right, coord, u_scales, pipe)
+        self.start_update(coord, frag, pipe, u_scales)
         if cutlass.const_expr(self.releases_early):
-            self.finish_chunk(frag, coord, pipe, o_scale)
-        v_absmax = Float32(0)
-        if next_pipe.chunk < coord.end_chunk:
-            self.stages.wait(coord.shared, next_pipe)
-            v_absmax = self.v_absmax(coord, next_pipe)
+            self.finish_chunk(coord, frag, pipe, o_scale)
+        v_absmax = self.wait_for_values(coord, next_pipe)
         if cutlass.const_expr(not self.releases_early):  # otherwise finish_chunk has waited
             self.products.wait(1 if self.has_outputs else 0)
         if cutlass.const_expr(self.deterministic):
             # Before a new scale: where fp32 cannot hold all digits, it would show in a checkpoint.
-            checkpoint = self.store_if_due(frag, args, coord, next_pipe, state_scale, checkpoint)
+            checkpoint = self.store_if_due(args, coord, frag, next_pipe, state_scale, checkpoint)
             if next_pipe.chunk < coord.end_chunk:
                 state_scale = state.set_scale(frag.state, v_absmax, state_scale)
         else:
@@ -139,24 +133,33 @@ class MainloopFp32:
             state_scale = state.rescale(frag.state, v_absmax, state_scale, measure)
         state.to_fp16(frag.state, frag.state_fp16)
         if cutlass.const_expr(not self.releases_early):
-            self.finish_chunk(frag, coord, pipe, o_scale)
+            self.finish_chunk(coord, frag, pipe, o_scale)
         if cutlass.const_expr(not self.deterministic):
-            checkpoint = self.store_if_due(frag, args, coord, next_pipe, state_scale, checkpoint)
+            checkpoint = self.store_if_due(args, coord, frag, next_pipe, state_scale, checkpoint)
         return state_scale, next_pipe, checkpoint
 
-    def start_update(self, frag, right, coord, u_scales, pipe):
+    @cute.jit
+    def wait_for_values(self, coord, pipe):
+        """Wait for a chunk, if there is one. Returns its values' absmax."""
+        v_absmax = Float32(0)
+        if pipe.chunk < coord.end_chunk:
+            self.stages.wait(coord.shared, pipe)
+            v_absmax = self.v_absmax(coord, pipe)
+        return v_absmax
+
+    def start_update(self, coord, frag, pipe, u_scales):
         state.to_fp16(frag.s_k, frag.u)
         if self.channel:
-            self.start_mma(frag.state, frag.u, "k_update", right, pipe, True)
+            self.start_mma(frag.state, frag.u, frag.right, "k_update", pipe, True)
         else:
             state.scale_words(frag.u, frag.operand, u_scales)
-            self.start_mma(frag.state, frag.operand, "k_update", right, pipe, True)
+            self.start_mma(frag.state, frag.operand, frag.right, "k_update", pipe, True)
             if self.has_outputs:
                 state.scale_columns(frag.o, self.column_scales(coord, pipe, "s_q"))
         if self.has_outputs:
-            self.start_mma(frag.o, frag.u, "aqk", right, pipe, True)
+            self.start_mma(frag.o, frag.u, frag.right, "aqk", pipe, True)
 
-    def finish_chunk(self, frag, coord, pipe, state_scale):
+    def finish_chunk(self, coord, frag, pipe, state_scale):
         """Epilogue of a chunk: outputs to shared memory, the stage is released."""
         if self.has_outputs:
             o_scales = self.column_scales(coord, pipe, "o")
@@ -173,27 +176,26 @@ class MainloopFp32:
         self.stages.release(coord, pipe)
 
     @cute.jit
-    def store_if_due(self, frag, args, coord, pipe, state_scale, checkpoint):
+    def store_if_due(self, args, coord, frag, pipe, state_scale, checkpoint):
         """Store the state if a checkpoint lies in front of the chunk. Returns the next one's."""
         if cutlass.const_expr(self.checkpoints):  # noqa: SIM102 - settled when compiling
             if pipe.chunk == checkpoint:
-                checkpoint = self.store_checkpoints(frag, args, coord, state_scale, checkpoint)
+                checkpoint = self.store_checkpoints(args, coord, frag, state_scale, checkpoint)
         return checkpoint
 
-    def state_coord(self, coord):
-        """A lane's place in the state, to store it."""
+    def stored_rows(self, args, coord):
         # mma.sync leaves no registers for addresses: opaque, so that they are computed here.
         thread = coord.thread if self.products.asynchronous else ptx.opaque(coord.thread)
-        return state.state_coord(coord.v_row, thread)
+        rows = state.state_coord(coord.v_row, thread)
+        return state.StoredRows(coord.work, rows, coord.end_chunk, is_last(args, coord.work))
 
-    def store_checkpoints(self, frag, args, coord, state_scale, chunk):
-        rows, last = self.state_coord(coord), is_last(args, coord.work)
-        head = args, coord.work, rows, coord.end_chunk, last
-        return self.states.store_checkpoints(*head, frag.state, state_scale, chunk)
+    def store_checkpoints(self, args, coord, frag, state_scale, chunk):
+        target = self.stored_rows(args, coord)
+        return self.states.store_checkpoints(args, target, frag.state, state_scale, chunk)
 
-    def start_mma(self, accumulator, left, name, right, pipe, accumulate):
+    def start_mma(self, accumulator, left, right, name, pipe, accumulate=False):
         stage = self.stages.stage_of(name, pipe.stage, pipe.chunk)
-        self.products.start(accumulator, left, name, right, stage, accumulate)
+        self.products.start(accumulator, left, right, name, stage, accumulate)
 
     # ---------------------------------------------------------------------------- scales of a chunk
 

@@ -47,21 +47,24 @@ PREPARED_A_CHUNK = {"head": 25, "channel": 23}
 4.3, on an H200."""
 LEAD = {"head": 8, "channel": 5}
 """Chunks of all heads that are prepared ahead of scans: more leave the L2 before they are read."""
-MAX_LOOKS, LOOK_NS = 64, 500
-"""How often a warpgroup that is ahead looks how far scans are, and its sleep between. Then it waits
-no more: SMs may be few."""
+MAX_POLLS, POLL_NS = 64, 500
+"""How often a warpgroup that is ahead looks how far scans are, and its sleep between. If they are
+not far enough by then, it never waits again: SMs may be so few that scans start behind it."""
 DEEP_STAGES = 4
 """Of what both parts of a chunk read."""
-
-# Byte offsets of a warpgroup's words in shared memory.
-LAST_SLOT = 0  # of the item that it has prepared and not counted yet, or NONE
-NEXT_ITEM = 4
-END_ITEM = 8  # it takes further items while its last one is below
-QUEUED_FROM = 12  # the first item in the queue
-SCANNED_THEN = 16  # chunks that were scanned when it took its next item
-MAY_WAIT = 20  # whether it still waits for scans
-WORDS_BYTES = 32
 NONE = 0xFFFFFFFF
+WORDS_BYTES = 32
+
+
+class Word(enum.IntEnum):
+    """Byte offset of a warpgroup's word in shared memory."""
+
+    LAST_SLOT = 0  # of the item that it has prepared and not counted yet, or NONE
+    NEXT_ITEM = 4
+    END_ITEM = 8  # it takes further items while its last one is below
+    QUEUED_FROM = 12  # the first item in the queue
+    SCANNED = 16  # chunks that scans had started when it took its next item
+    MAY_WAIT = 20  # whether it still waits for scans
 
 
 class WarpRole(enum.IntEnum):
@@ -97,8 +100,8 @@ class QueueWorker(PersistentWorker):
             scanned = ptx.load_relaxed(layout.counter_at(args, SCANNED))
             item = self.take_item(args, self.item_of(args, coord))
             self.publish(args)
-            self.store(NEXT_ITEM, item)
-            self.store(SCANNED_THEN, scanned)
+            self.store(Word.NEXT_ITEM, item)
+            self.store(Word.SCANNED, scanned)
 
     def item_of(self, args, coord):
         head = coord.hv
@@ -113,18 +116,18 @@ class QueueWorker(PersistentWorker):
 
     @cute.jit
     def publish(self, args):
-        slot = self.load(LAST_SLOT)
+        slot = self.load(Word.LAST_SLOT)
         if slot >= 0:
             ptx.release_increment(layout.prepared_at(args, slot))
-            self.store(LAST_SLOT, NONE)
+            self.store(Word.LAST_SLOT, NONE)
 
     @cute.jit
     def take_item(self, args, last):
         """An item from the queue, or none."""
         item = Int32(NO_ITEM)
-        if last < self.load(END_ITEM):
+        if last < self.load(Word.END_ITEM):
             number = ptx.atomic_increment(layout.counter_at(args, ITEM_QUEUE))
-            item = self.load(QUEUED_FROM) + number
+            item = self.load(Word.QUEUED_FROM) + number
         return item
 
 
@@ -162,15 +165,9 @@ class PrefillOverlapped(PrefillKernel):
             self.last_terms = smem.add(self.terms.shared, 128)
         self.shared = smem.size
         self.copies = TileCopies(self.stages, BFloat16, D // ROWS, prefetch=True, overlapped=True)
-        self.mainloop = MainloopFp32(
-            self.stages,
-            D,
-            BFloat16,
-            DTYPES[state_dtype],
-            deterministic=deterministic,
-            checkpoints=checkpoints,
-            recomputes=True,
-        )
+        options = dict(deterministic=deterministic, checkpoints=checkpoints, recomputes=True)
+        facts = self.stages, D, BFloat16, DTYPES[state_dtype]
+        self.mainloop = MainloopFp32(*facts, **options)
 
     def ctas(self, args):
         return self.preparing_ctas(args.size) + self.scanning_ctas(args.size)
@@ -192,29 +189,7 @@ class PrefillOverlapped(PrefillKernel):
         scans = cta >= self.preparing_ctas(size)
         self.prepare_items(args, shared, thread % WARPGROUP, group, cta, scans)
         if scans & (group < self.scanning):
-            self.sync_scanning()
-            squares = shared + self.stages.tinv
-            layout.clear_squares(squares, 2 * self.stages.count, thread, self.scanning * WARPGROUP)
-            self.sync_scanning()
-            work = work_of(args, cta - self.preparing_ctas(size), D // ROWS)
-            coord = scan_coord(args, work, ROWS, shared, thread % WARPGROUP, group - 1)
-            # What is not prepared is not waited for.
-            end = cutlass.min(coord.end_chunk, size.chunk_slots - work.sequence.first_slot)
-            coord = coord._replace(
-                first_chunk=warp_uniform(coord.first_chunk), end_chunk=warp_uniform(end)
-            )
-            if group == 1:
-                cute.arch.setmaxregister_increase(MMA_REGISTERS)
-                self.mainloop.scan(args, coord)
-            else:
-                if group == 0:
-                    cute.arch.setmaxregister_decrease(COPY_REGISTERS)
-                if thread < WarpRole.STORE * WARP:
-                    self.copies.load(args, coord)
-                elif thread < LOAD_THREADS + self.store_threads:
-                    self.copies.store(args, coord._replace(thread=thread - LOAD_THREADS))
-                elif thread // WARP == self.tile_warp:
-                    self.copy_tiles(args, coord)
+            self.scan(args, shared, thread, group, cta)
 
     @cute.jit
     def take_role(self, args, shared, thread):
@@ -225,96 +200,147 @@ class PrefillOverlapped(PrefillKernel):
         cute.arch.sync_threads()
         return Int32(ptx.load_shared(shared + self.role))
 
-    def sync_scanning(self):
-        NamedBarrier.SCAN.sync(self.scanning * WARPGROUP)
-
     # ---------------------------------------------------------------------------- preparing
 
     def items(self, size):
         """Number of items; the first chunks of all heads come first."""
         return size.chunk_slots * size.chunk_blocks
 
-    def missing_a_chunk(self, size):
-        """64ths of items that preparing CTAs leave while a chunk of all heads is scanned."""
-        prepared = self.prepared_a_chunk * self.preparing_ctas(size)
-        return cutlass.max(64 * size.chunk_blocks - prepared, 0)
-
-    def before_scan(self, size):
-        """0 where a warpgroup prepares an item before it scans, else -1: KDA where the others have
-        one each, GDN where half a round would be missing."""
-        groups = PREPARING * size.sms
-        missing = 2 * size.chunk_slots * self.missing_a_chunk(size) // 64
-        return cutlass.min((self.items(size) if self.channel else missing) // (groups + 1), 1) - 1
+    def first_queued(self, size):
+        """The items before it are the first ones of preparing CTAs' warpgroups."""
+        return self.preparing_ctas(size) * PREPARING
 
     @cute.jit
     def prepare_items(self, args, shared, thread, group, cta, scans):
         """A warpgroup's items. One is counted when the next one's inputs have come."""
         size, lane = args.size, thread % WARP
+        first_queued = self.first_queued(size)
         terms_at = shared + Int32(
             select_(group < PREPARING - 1, group * self.terms.shared, Int32(self.last_terms))
         )
         worker = QueueWorker(self.channel, shared + self.words + group * WORDS_BYTES)
-        first_queued = self.preparing_ctas(size) * PREPARING
         if thread == 0:
-            prepares_on = (group >= self.scanning) & (self.missing_a_chunk(size) > 0)
-            end = Int32(select_(prepares_on, self.items(size), self.before_scan(size)))
-            end = select_(scans, end, self.items(size))
-            worker.store(END_ITEM, end)
-            worker.store(QUEUED_FROM, first_queued)
-            first = cta * PREPARING + group
-            if scans:
-                first = worker.take_item(args, Int32(-1))
-            worker.store(LAST_SLOT, NONE)
-            worker.store(NEXT_ITEM, first)
-            worker.store(SCANNED_THEN, 0)
-            worker.store(MAY_WAIT, 1)
+            self.init_words(args, worker, group, cta, scans)
         cute.arch.sync_threads()
-        item = worker.load(NEXT_ITEM)
+        item = worker.load(Word.NEXT_ITEM)
         while item < self.items(size):
-            self.stay_close(args, worker, thread, item)
-            hv = item % size.chunk_blocks * size.block_heads
-            slot = item // size.chunk_blocks
-            sequence, number, tokens = layout.find_chunk(args, slot, lane)
-            # Later sub-chunks have more work: the warp that has them changes from item to item.
-            subchunk = (thread // WARP + item) % 4
-            coord = layout.chunk_coord(
-                sequence, hv, slot, number, tokens, terms_at, thread, subchunk
-            )
+            self.wait_for_scans(args, worker, thread, item)
+            coord = self.item_coord(args, item, terms_at, thread, lane)
             self.terms.prepare(args, coord, worker)
             if thread == 0:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
-                worker.store(LAST_SLOT, slot)
+                worker.store(Word.LAST_SLOT, coord.slot)
             worker.sync()
             # Opaque: the item is computed again, which spares a register.
-            coord = coord._replace(slot=ptx.opaque(slot), hv=ptx.opaque(hv))
+            coord = coord._replace(slot=ptx.opaque(coord.slot), hv=ptx.opaque(coord.hv))
             item = worker.item_of(args, coord)
             if (item < first_queued) & (thread == 0):  # heads start with these
                 worker.publish_last(args)
-            item = worker.load(NEXT_ITEM)
+            item = worker.load(Word.NEXT_ITEM)
         if thread == 0:
             worker.publish_last(args)
 
     @cute.jit
-    def stay_close(self, args, worker, thread, item):
-        """Wait for scans far behind: items prepared too early leave the L2 before they are read."""
+    def init_words(self, args, worker, group, cta, scans):
+        """Thread 0: the warpgroup's words, with its first item."""
         size = args.size
-        first = PREPARING * self.preparing_ctas(size) + self.lead * size.chunk_blocks
-        expected = (item - first) // size.chunk_blocks * self.scanning_ctas(size)
-        is_ahead = worker.load(SCANNED_THEN) < expected
-        if is_ahead & (worker.load(MAY_WAIT) != 0):
-            looks = Int32(0)
+        prepares_on = (group >= self.scanning) & (self.missing_a_chunk(size) > 0)
+        end = Int32(select_(prepares_on, self.items(size), self.end_before_scan(size)))
+        end = select_(scans, end, self.items(size))
+        worker.store(Word.END_ITEM, end)
+        worker.store(Word.QUEUED_FROM, self.first_queued(size))
+        item = cta * PREPARING + group
+        if scans:
+            item = worker.take_item(args, Int32(-1))
+        worker.store(Word.LAST_SLOT, NONE)
+        worker.store(Word.NEXT_ITEM, item)
+        worker.store(Word.SCANNED, 0)
+        worker.store(Word.MAY_WAIT, 1)
+
+    def missing_a_chunk(self, size):
+        """64ths of items that preparing CTAs leave while a chunk of all heads is scanned."""
+        prepared = self.prepared_a_chunk * self.preparing_ctas(size)
+        return cutlass.max(64 * size.chunk_blocks - prepared, 0)
+
+    def end_before_scan(self, size):
+        """END_ITEM of a warpgroup that scans: 0, so that it first prepares an item, or -1: none.
+
+        KDA's prepares one where the others have one each, GDN's where half a round would be
+        missing.
+        """
+        groups = PREPARING * size.sms
+        missing = 2 * size.chunk_slots * self.missing_a_chunk(size) // 64
+        return cutlass.min((self.items(size) if self.channel else missing) // (groups + 1), 1) - 1
+
+    def item_coord(self, args, item, terms_at, thread, lane):
+        hv = item % args.size.chunk_blocks * args.size.block_heads
+        slot = item // args.size.chunk_blocks
+        sequence, chunk, tokens = layout.find_chunk(args, slot, lane)
+        # Later sub-chunks have more work: the warp that has them changes from item to item.
+        subchunk = (thread // WARP + item) % 4
+        return layout.chunk_coord(sequence, hv, slot, chunk, tokens, terms_at, thread, subchunk)
+
+    @cute.jit
+    def wait_for_scans(self, args, worker, thread, item):
+        """Wait, for a bounded time, until scans are at most `lead` chunks behind the item's.
+
+        Items prepared too early leave the L2 before they are read.
+        """
+        wanted = self.scanned_before(args.size, item)
+        # First by the count of when the item was taken: it is there without a wait.
+        is_ahead = worker.load(Word.SCANNED) < wanted
+        if is_ahead & (worker.load(Word.MAY_WAIT) != 0):
+            polls = Int32(0)
             if thread == 0:
-                worker.publish_last(args)
-                while (looks < MAX_LOOKS) & (
-                    ptx.load_relaxed(layout.counter_at(args, SCANNED)) < expected
+                worker.publish_last(args)  # scans may wait for it
+                while (polls < MAX_POLLS) & (
+                    ptx.load_relaxed(layout.counter_at(args, SCANNED)) < wanted
                 ):
-                    ptx.nanosleep(LOOK_NS)
-                    looks += 1
+                    ptx.nanosleep(POLL_NS)
+                    polls += 1
             worker.sync()
-            if looks == MAX_LOOKS:
-                worker.store(MAY_WAIT, 0)
+            if polls == MAX_POLLS:
+                worker.store(Word.MAY_WAIT, 0)
+
+    def scanned_before(self, size, item):
+        """Chunks that scans have started where they are `lead` chunks behind an item's.
+
+        The first round is free: an item's chunk counts from the first one in the queue on.
+        """
+        first = self.first_queued(size) + self.lead * size.chunk_blocks
+        return (item - first) // size.chunk_blocks * self.scanning_ctas(size)
 
     # ---------------------------------------------------------------------------- scanning
+
+    @cute.jit
+    def scan(self, args, shared, thread, group, cta):
+        """A work tile, with the warp roles of prefill_scan and a warp for tiles."""
+        self.sync_scanning()
+        squares = shared + self.stages.tinv
+        layout.clear_squares(squares, 2 * self.stages.count, thread, self.scanning * WARPGROUP)
+        self.sync_scanning()
+        work = work_of(args, cta - self.preparing_ctas(args.size), D // ROWS)
+        coord = scan_coord(args, work, ROWS, shared, thread % WARPGROUP, group - 1)
+        # What is not prepared is not waited for.
+        end = cutlass.min(coord.end_chunk, args.size.chunk_slots - work.sequence.first_slot)
+        coord = coord._replace(
+            first_chunk=warp_uniform(coord.first_chunk), end_chunk=warp_uniform(end)
+        )
+        if group == 1:
+            cute.arch.setmaxregister_increase(MMA_REGISTERS)
+            self.mainloop.scan(args, coord)
+        else:
+            if group == 0:
+                cute.arch.setmaxregister_decrease(COPY_REGISTERS)
+            if thread < WarpRole.STORE * WARP:
+                self.copies.load(args, coord)
+            elif thread < LOAD_THREADS + self.store_threads:
+                self.copies.store(args, coord._replace(thread=thread - LOAD_THREADS))
+            elif thread // WARP == self.tile_warp:
+                self.copy_tiles(args, coord)
+
+    def sync_scanning(self):
+        NamedBarrier.SCAN.sync(self.scanning * WARPGROUP)
 
     @cute.jit
     def copy_tiles(self, args, coord):

@@ -123,7 +123,8 @@ class RawWorker(PersistentWorker):
                 n, token = layout.tma_row(args, sequence), sequence.start + chunk * CHUNK
                 if tokens <= 0:
                     item = self.next_item(size, item)
-        words = [Uint32(x) for x in (n, token, tokens, hv, slot, item, iteration, last_slot)]
+        following = NextChunk(n, token, tokens, hv, slot, item, iteration, last_slot)
+        words = [Uint32(x) for x in following]
         cute.arch.sync_warp()  # all lanes have read the chunk before
         for i in cutlass.range_constexpr(2):
             ptx.store_shared_x4(shared + self.next_chunk + 16 * i, words[4 * i : 4 * i + 4])

@@ -24,19 +24,16 @@ class Wgmma:
     def __init__(self, stages):
         self.stages, self.channel = stages, stages.channel
 
-    def make_fragments(self):
-        return make_fragments(Float32)
-
-    def right_operands(self, coord):
+    def make_fragments(self, coord):
         tensors = {}
         for name in ("k", "q", "tinv", "aqk", *(["k_restored"] if self.channel else [])):
             tile = SQUARE if name in ("tinv", "aqk") else TILE
             at = coord.shared + getattr(self.stages, name)
             tensors[name] = tile.tensor(at, self.stages.stages_of(name))
         tensors["k_update"] = tensors.pop("k_restored", tensors["k"])
-        return right_operands(coord.thread, Float32, **tensors)
+        return make_fragments(Float32, right_operands(coord.thread, Float32, **tensors))
 
-    def start(self, accumulator, left, name, right, stage, accumulate):
+    def start(self, accumulator, left, right, name, stage, accumulate):
         major = hopper.MAJOR.MN if name == "k_update" else hopper.MAJOR.K
         hopper.start_mma(accumulator, left, getattr(right, name), stage, accumulate, major)
 
@@ -53,10 +50,11 @@ class MmaSync:
     def __init__(self, stages):
         self.stages, self.channel = stages, stages.channel
 
-    def make_fragments(self):
+    def make_fragments(self, coord):
+        right = self.right_operands(coord)
         state, s_k, o = (cute.make_rmem_tensor((n // 2,), Float32) for n in (D, CHUNK, CHUNK))
         operands = [cute.make_rmem_tensor((n // 2,), Float16) for n in (D, CHUNK, CHUNK)]
-        return Fragments(state, s_k, o, *operands)
+        return Fragments(state, s_k, o, *operands, right)
 
     def right_operands(self, coord):
         """The lane's address in ldmatrix of a 16 x 16 block: of N and K rows in memory, and of the
@@ -74,7 +72,7 @@ class MmaSync:
             k_update=shared + update + TILE.offset(k_row, k_vector),
         )
 
-    def start(self, accumulator, left, name, right, stage, accumulate):
+    def start(self, accumulator, left, right, name, stage, accumulate):
         words = cute.recast_tensor(left, Uint32)
         a = [words[i] for i in range(cute.size(words))]
         triangle = name in ("tinv", "aqk")

@@ -28,7 +28,7 @@ from .arguments import CHUNK, RAW_SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES
 from .inputs_kda import KdaGate, add_scaled
 from .kernel import PrefillKernel
 from .layout import LOG2_E, MIN_LOG_DECAY, RAW_STAGE_BYTES, SQUARE, SUBCHUNK, D
-from .mainloop_fp16 import BOX_BYTES, VALUES, MainloopFp16, Regions, zero_outputs
+from .mainloop_fp16 import VALUES, MainloopFp16, Regions, add_term_regions, zero_outputs
 from .work import TileScheduler, active_tokens
 
 # Registers of a thread that decays, and of one that multiplies. ptxas serialises the wgmmas of some
@@ -50,6 +50,17 @@ class WarpRole(enum.IntEnum):
     MMA1 = 3
 
 
+class LaneGate(NamedTuple):
+    """A head's gate for a lane's four channels. A lower bound is the unit of its log decays."""
+
+    parameters: tuple | Float32 | None
+    """As of KdaGate; with a lower bound the rate times -log2(e), a factor of the biases too."""
+    biases: list
+    unit: Float32
+    highest: Float32 | None
+    """MIN_LOG_DECAY in that unit."""
+
+
 class PrefillScanRaw(PrefillKernel):
     def __init__(self, g_dtype: str, gate: str, state_dtype: str, checkpoints: bool):
         self.checkpoints, self.threads = checkpoints, len(WarpRole) * hopper.WARPGROUP
@@ -62,24 +73,17 @@ class PrefillScanRaw(PrefillKernel):
         self.gate = KdaGate(gate, DTYPES[g_dtype])
         smem = hopper.SharedMemory()
         self.k, self.q, self.k_restored = (smem.add(STAGES * TILE_BYTES, 1024) for _ in range(3))
-        v, self.tinv, self.aqk = (
-            smem.add(2 * size, 1024) for size in (2 * VALUES.bytes, SQUARE.bytes, SQUARE.bytes)
-        )
+        v, self.tinv, self.aqk = add_term_regions(smem)
         self.scales = smem.add(STAGES * RAW_STAGE_BYTES)
         self.tokens = smem.add_ring(STAGES, producers=1, consumers=2 * hopper.WARPGROUP)
         # The decay warpgroup's threads, one for Tinv and Aqk, one of each MMA warpgroup for v.
         self.terms = smem.add_ring(2, producers=hopper.WARPGROUP + 3)
         smem.add(0, 128)
         self.scheduler = TileScheduler(smem, self.threads, D * D * DTYPES[state_dtype].width // 8)
-        boxes = smem.add(BOX_BYTES, 16)
+        regions = Regions(v, self.tinv, self.aqk, self.scales)
+        facts = True, DTYPES[state_dtype], checkpoints
         self.mainloop = MainloopFp16(
-            True,
-            DTYPES[state_dtype],
-            checkpoints,
-            self.tokens,
-            self.terms,
-            Regions(self.tinv, self.aqk, v, self.scales, boxes),
-            sync_loads=not more_for_mma,
+            smem, *facts, self.tokens, self.terms, regions, sync_loads=not more_for_mma
         )
         self.shared = smem.size
 
@@ -115,30 +119,22 @@ class PrefillScanRaw(PrefillKernel):
 
     def mma(self, args, work, shared, thread, role):
         thread, group = thread % hopper.WARPGROUP, role - WarpRole.MMA0
-        k, q, k_restored = (
-            RAW_TILE.tensor(shared + at, STAGES) for at in (self.k, self.q, self.k_restored)
-        )
-        self.mainloop.run(args, work, shared, thread, group, k, q, k_restored)
+        regions = dict(k=self.k, q=self.q, k_update=self.k_restored)
+        tokens = {name: RAW_TILE.tensor(shared + at, STAGES) for name, at in regions.items()}
+        self.mainloop.run(args, work, shared, thread, group, tokens)
 
     # ---------------------------------------------------------------------------- copies
 
     @cute.jit
     def start_copies(self, args, work, shared, lane, c, chunks):
         """A warp: start copies of chunk c's raw tokens and scales; of chunk c - 1's Tinv, Aqk."""
-        iteration = work.iterations_before + c
-        stage, _ = self.tokens.locate(iteration)
+        stage, _ = self.tokens.locate(work.iterations_before + c)
         number = layout.head_chunk(args, work.sequence.first_slot + c, work.hv)
         self.wait_until_prepared(args, work.sequence.first_slot, c, chunks, lane)
         if c < chunks:
-            self.start_tokens(args, work, shared, stage, c, number)
+            self.start_tokens(args, work, shared, c, stage, number)
         if (c > 0) & (lane == 0):
-            before = layout.head_chunk(args, work.sequence.first_slot + c - 1, work.hv)
-            stage = self.terms.stage_of(iteration - 1)
-            full = self.terms.full_at(shared, stage)
-            self.terms.producer_expect(shared, stage, 2 * TRIANGLE_BYTES)
-            for i, square in enumerate((self.tinv, self.aqk)):
-                triangle_at = args.ptr.tinv_aqk + (before * 2 + i) * TRIANGLE_BYTES
-                layout.load_square(triangle_at, shared + square + stage * SQUARE.bytes, full)
+            self.start_terms_before(args, work, shared, c)
 
     @cute.jit
     def wait_until_prepared(self, args, first_slot, c, chunks, lane):
@@ -153,7 +149,8 @@ class PrefillScanRaw(PrefillKernel):
             cute.arch.sync_warp()
             cute.arch.fence_proxy("async.global")
 
-    def start_tokens(self, args, work, shared, stage, c, number):
+    def start_tokens(self, args, work, shared, c, stage, number):
+        """A warp: k, g, q and scales of a chunk, to its stage of tokens."""
         n, h = layout.tma_row(args, work.sequence), qk_head(work.hv, args.size.qk_head_factor)
         token, full = work.sequence.start + c * CHUNK, self.tokens.full_at(shared, stage)
         with cute.arch.elect_one():
@@ -169,6 +166,16 @@ class PrefillScanRaw(PrefillKernel):
         with cute.arch.elect_one():
             target = shared + self.scales + stage * RAW_STAGE_BYTES
             ptx.bulk_load(target, args.ptr.scales + number * RAW_SCALE_BYTES, RAW_SCALE_BYTES, full)
+
+    def start_terms_before(self, args, work, shared, c):
+        """A thread: Tinv and Aqk of the chunk before c, to its stage of terms."""
+        stage = self.terms.stage_of(work.iterations_before + c - 1)
+        number = layout.head_chunk(args, work.sequence.first_slot + c - 1, work.hv)
+        full = self.terms.full_at(shared, stage)
+        self.terms.producer_expect(shared, stage, 2 * TRIANGLE_BYTES)
+        for i, square in enumerate((self.tinv, self.aqk)):
+            triangle_at = args.ptr.tinv_aqk + (number * 2 + i) * TRIANGLE_BYTES
+            layout.load_square(triangle_at, shared + square + stage * SQUARE.bytes, full)
 
     # ---------------------------------------------------------------------------- decay warpgroups
 
@@ -242,27 +249,25 @@ class PrefillScanRaw(PrefillKernel):
     # ---------------------------------------------------------------------------- decays
 
     def load_gate(self, args, work, lane):
-        """A gate's parameters, and biases of the lane's channels, ready for `log_decay`."""
+        """The head's gate for the lane's four channels, ready for `log_decay`."""
         parameters, biases = self.gate.load_parameters(args, work.hv), [None] * 4
         if self.gate.gate != "log":
             stride, kind = args.stride, args.size.dt_bias_kind
             at = args.ptr.dt_bias + offset(work.hv, stride.dt_bias_h)
             at += offset(4 * lane, stride.dt_bias_c)
             biases = [ptx.load_scalar(at + offset(c, stride.dt_bias_c), kind) for c in range(4)]
-        if self.gate.gate == "lower_bound":
-            rate, bound = parameters[0] * Float32(-LOG2_E), parameters[1]
-            parameters = rate, bound, Float32(MIN_LOG_DECAY * LOG2_E) * ptx.reciprocal(bound)
-            biases = [x * rate for x in biases]
-        return parameters, biases
+        if self.gate.gate != "lower_bound":
+            return LaneGate(parameters, biases, Float32(1), None)
+        rate, bound = parameters[0] * Float32(-LOG2_E), parameters[1]
+        highest = Float32(MIN_LOG_DECAY * LOG2_E) * ptx.reciprocal(bound)
+        return LaneGate(rate, [x * rate for x in biases], bound, highest)
 
     def log_decay(self, g, gate, c):
-        """The log decay to base 2, of channel c of four; with a lower bound in units of that."""
-        parameters, biases = gate
+        """The log decay of channel c of four, to base 2, in the gate's unit."""
         if self.gate.gate == "lower_bound":
-            rate, _, highest = parameters
-            e = ptx.exp2(cute.math.fma(g, rate, biases[c]))
-            return ptx.fmin_nan(ptx.reciprocal(Float32(1) + e), highest)
-        log = self.gate.log2_decay(g, parameters, biases[c])
+            e = ptx.exp2(cute.math.fma(g, gate.parameters, gate.biases[c]))
+            return ptx.fmin_nan(ptx.reciprocal(Float32(1) + e), gate.highest)
+        log = self.gate.log2_decay(g, gate.parameters, gate.biases[c])
         return ptx.fmax_nan(log, Float32(MIN_LOG_DECAY * LOG2_E))
 
     def load_totals(self, scales, lane, subchunk):
@@ -278,9 +283,7 @@ class PrefillScanRaw(PrefillKernel):
 
     def decay_pair(self, addresses, norms, totals, cumsum, gate):
         """Two tokens; all their words are loaded before any are stored."""
-        regions, unit = (self.q, self.k, self.k_restored), Float32(1)
-        if self.gate.gate == "lower_bound":
-            unit = gate[0][1]
+        regions = self.q, self.k, self.k_restored
         dtypes = BFloat16, BFloat16, self.gate.g_dtype
         raw = [
             [ptx.pack(ptx.load_shared_f32x2(at + region), Float32) for region in regions]
@@ -298,7 +301,7 @@ class PrefillScanRaw(PrefillKernel):
                 ptx.pack_pairs(
                     [ptx.exp2(cute.math.fma(cumsum[c], factor, total[c])) for c in range(4)]
                 )
-                for factor, total in ((unit, totals[0]), (-unit, totals[1]))
+                for factor, total in ((gate.unit, totals[0]), (-gate.unit, totals[1]))
             )
             q, k = (
                 ptx.pack_pairs([x * inverse[j] for x in xs])

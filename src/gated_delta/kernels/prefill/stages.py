@@ -89,7 +89,8 @@ class SplitStages:
     def __init__(self, smem, channel, count, deep_count, stores, deterministic):
         self.channel, self.rows, self.count, self.stores = channel, WARPGROUP_ROWS, count, stores
         self.has_absmax = not deterministic
-        self.deep_count, self.deep = deep_count, ("scales",) if channel else ("scales", "k")
+        self.deep_count = deep_count
+        self.deep = ("scales",) if channel else ("scales", "k", "k_update")
         self.v_pitch = WARPGROUP_ROWS * 2 + 16
         for name in ("k", "q", "k_restored") if channel else ("k", "q"):
             setattr(self, name, smem.add(self.stages_of(name) * TILE_BYTES, 1024))
@@ -107,8 +108,7 @@ class SplitStages:
         return 1 if name == "v" else self.deep_count if name in self.deep else self.count
 
     def stage_of(self, name, stage, chunk):
-        region = "k" if name == "k_update" and not self.channel else name
-        return 0 if name == "v" else chunk % self.deep_count if region in self.deep else stage
+        return 0 if name == "v" else chunk % self.deep_count if name in self.deep else stage
 
     def single(self, pipe):
         """Stage and phase of a chunk in the rings of one stage. With several stages in the others,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float16, Float32, Int32, Uint32
+from cutlass import Boolean, Float16, Float32, Int32, Uint32
 from cutlass.cutlass_dsl import select_
 
 from ..device import hopper, ptx
@@ -28,44 +28,6 @@ MIN_SCALE, MAX_SCALE = 2.0**-120, 2.0**120  # of state_scale; a state of zeros h
 
 
 # -------------------------------------------------------------------------------- registers
-
-
-class Fragments(NamedTuple):
-    """Registers of an MMA warpgroup."""
-
-    state: cute.Tensor
-    s_k: cute.Tensor
-    """S k, then u."""
-    o: cute.Tensor
-    state_fp16: cute.Tensor
-    operand: cute.Tensor
-    """The residual, then GDN's u times its decay to the chunk's end."""
-    u: cute.Tensor
-
-
-def product_mma(accumulator):
-    """wgmma of S k, S q, u and Aqk u."""
-    return hopper.make_mma(CHUNK, accumulator)
-
-
-def update_mma():
-    """wgmma of the state's update."""
-    return hopper.make_mma(D, Float32, hopper.MAJOR.MN)
-
-
-def make_fragments(accumulator):
-    """accumulator: of all products but the state's update, Float32 or Float16."""
-    product, rows = product_mma(accumulator), WARPGROUP_ROWS
-    state = cute.make_rmem_tensor(update_mma().partition_shape_C((rows, D)), Float32)
-    s_k, o = (
-        cute.make_rmem_tensor(product.partition_shape_C((rows, CHUNK)), accumulator)
-        for _ in range(2)
-    )
-    state_fp16, operand, u = (
-        cute.make_rmem_tensor(product.partition_shape_A((rows, columns)), Float16)
-        for columns in (D, CHUNK, CHUNK)
-    )
-    return Fragments(state, s_k, o, state_fp16, operand, u)
 
 
 class Operands(NamedTuple):
@@ -89,6 +51,45 @@ def right_operands(thread, accumulator, **tensors):
         part = mma.get_slice(thread)
         operands[name] = part.make_fragment_B(part.partition_B(x))
     return Operands(**operands)
+
+
+class Fragments(NamedTuple):
+    """Registers of an MMA warpgroup, and the right operands of its products."""
+
+    state: cute.Tensor
+    s_k: cute.Tensor
+    """S k, then u."""
+    o: cute.Tensor
+    state_fp16: cute.Tensor
+    operand: cute.Tensor
+    """The residual, then GDN's u times its decay to the chunk's end."""
+    u: cute.Tensor
+    right: Operands
+
+
+def product_mma(accumulator):
+    """wgmma of S k, S q, u and Aqk u."""
+    return hopper.make_mma(CHUNK, accumulator)
+
+
+def update_mma():
+    """wgmma of the state's update."""
+    return hopper.make_mma(D, Float32, hopper.MAJOR.MN)
+
+
+def make_fragments(accumulator, right):
+    """accumulator: of all products but the state's update, Float32 or Float16."""
+    product, rows = product_mma(accumulator), WARPGROUP_ROWS
+    state = cute.make_rmem_tensor(update_mma().partition_shape_C((rows, D)), Float32)
+    s_k, o = (
+        cute.make_rmem_tensor(product.partition_shape_C((rows, CHUNK)), accumulator)
+        for _ in range(2)
+    )
+    state_fp16, operand, u = (
+        cute.make_rmem_tensor(product.partition_shape_A((rows, columns)), Float16)
+        for columns in (D, CHUNK, CHUNK)
+    )
+    return Fragments(state, s_k, o, state_fp16, operand, u, right)
 
 
 def to_fp16(accumulator, operand):
@@ -203,14 +204,25 @@ def prefetch_initial_state(args, state_index, hv, size):
     ptx.bulk_prefetch_l2(at, size, exists)
 
 
+class StoredRows(NamedTuple):
+    """A lane's rows of a work tile's state, as they are stored."""
+
+    work: NamedTuple
+    rows: StateCoord
+    end_chunk: Int32
+    """Of the work tile."""
+    is_last: Boolean
+    """Whether the work tile ends the sequence."""
+
+
 class States:
-    """The call's states of a sequence and head. rows: a lane's StateCoord."""
+    """The call's states of a sequence and head."""
 
     def __init__(self, dtype, K=D):
         self.dtype, self.K = dtype, K
 
     def load_initial(self, args, work, rows, state):
-        """Zeros where the sequence has no initial state."""
+        """Zeros where the sequence has no initial state. rows: a lane's StateCoord."""
         ptr = args.ptr
         flag_at = ptr.has_initial_state + offset(work.sequence.n, args.stride.has_initial_state_n)
         resumed = ptx.load_flag(flag_at, ptr.has_initial_state != 0)
@@ -218,27 +230,27 @@ class States:
         at = initial_state_at(args, work.state_index, work.hv)
         load_rows(at, self.dtype, self.K, rows, resumed, state)
 
-    def store_final(self, args, work, rows, is_last, state, state_scale):
-        """is_last: whether the work tile ends the sequence."""
-        ptr, stride = args.ptr, args.stride
-        stored = Int32(ptr.final_state != 0) & Int32(work.state_index >= 0) & Int32(is_last)
+    def store_final(self, args, target, state, state_scale):
+        """target: StoredRows."""
+        ptr, stride, work = args.ptr, args.stride, target.work
+        stored = Int32(ptr.final_state != 0) & Int32(work.state_index >= 0) & Int32(target.is_last)
         at = ptr.final_state + offset(cutlass.max(work.state_index, 0), stride.final_state_p)
         at += offset(work.hv, stride.final_state_h)
         unscale = inverse_power_of_2(state_scale)
-        store_rows(at, self.dtype, self.K, rows, stored, state, unscale)
+        store_rows(at, self.dtype, self.K, target.rows, stored, state, unscale)
 
     @cute.jit
-    def store_checkpoints(self, args, work, rows, end_chunk, is_last, state, state_scale, chunk):
+    def store_checkpoints(self, args, target, state, state_scale, chunk):
         """Store the state, before `chunk`, to the checkpoints that lie there.
 
         A segment stores the checkpoints before its own chunks; the last one, which has the final
         state, also those at the sequence's end. Returns the chunk of the segment's next ones, or
         -1.
         """
-        stride, size = args.stride, args.size
+        stride, size, work = args.stride, args.size, target.work
         unscale = inverse_power_of_2(state_scale)
-        last = cutlass.min(work.sequence.tokens, end_chunk * CHUNK - 1)
-        last = Int32(select_(is_last, work.sequence.tokens, last))
+        last = cutlass.min(work.sequence.tokens, target.end_chunk * CHUNK - 1)
+        last = Int32(select_(target.is_last, work.sequence.tokens, last))
         last = Int32(select_(work.state_index >= 0, last, -1))
         lens_at = args.ptr.checkpoint_lens + offset(work.sequence.n, stride.checkpoint_lens_n)
         next_chunk = Int32(-1)
@@ -248,7 +260,7 @@ class States:
             if (length >= chunk * CHUNK) & (length <= last) & (length % CHUNK == 0):
                 if length == chunk * CHUNK:
                     at, stored = checkpoint_address(args, work, j)
-                    store_rows(at, self.dtype, self.K, rows, stored, state, unscale)
+                    store_rows(at, self.dtype, self.K, target.rows, stored, state, unscale)
                 elif (next_chunk < 0) | (length < next_chunk * CHUNK):
                     next_chunk = length // CHUNK
         return next_chunk

@@ -96,6 +96,12 @@ def activate_beta(args, beta, condition):
     return ptx.select(condition, beta, Float32(0))
 
 
+def store_scales(scales_at, token, scales, condition):
+    """A token's scales, as offsets and numbers, to the chunk's in the workspace."""
+    for first, x in scales:
+        ptx.store_if(Float32, scales_at + (first + token * 4), x, condition)
+
+
 def load_beta_k2(coord, gates_at):
     """beta |k|**2 of the lane's rows."""
     at = gates_at + (GATE_BETA_K2 + coord.subchunk * SUBCHUNK + coord.row) * 4

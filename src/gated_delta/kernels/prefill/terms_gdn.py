@@ -1,5 +1,6 @@
 """GDN's intra-chunk terms: K K^T and Q K^T once a q/k head, decayed for each of its value heads."""
 
+import itertools
 from typing import NamedTuple
 
 import cutlass
@@ -107,7 +108,7 @@ class GdnTerms:
     def load_raw_qk(self, args, coord, i):
         """Words of the lane's token row + 8 i: q's and k's, a vector of each K block."""
         h = qk_head(coord.hv, args.size.qk_head_factor)
-        token = self.token(coord, i)
+        token = coord.token(i)
         active = token < coord.tokens
         q_at, k_at = (
             terms.chunk_token_at(args, name, coord, token, h) + coord.quad_lane * 16
@@ -121,9 +122,6 @@ class GdnTerms:
         ]
         return words[:K_BLOCKS], words[K_BLOCKS:]
 
-    def token(self, coord, i):
-        return coord.subchunk * SUBCHUNK + coord.row + 8 * i
-
     def store_norm(self, args, coord, i, is_k, vectors):
         """|q|, times the scale, or |k| to shared memory. Returns 1 / the vector's length."""
         squares = self.sum_of_squares(vectors)
@@ -131,7 +129,7 @@ class GdnTerms:
         norm = terms.norm_of(squares, inverse, self.qk_l2norm)
         if not is_k:
             norm = norm * args.scale
-        norms = coord.shared + self.norms + self.token(coord, i) * 4
+        norms = coord.shared + self.norms + coord.token(i) * 4
         ptx.store_shared_f32(norms + (NORM_Q, NORM_K)[is_k] * 4, norm)
         if self.windows and is_k:
             ptx.store_shared_f32(norms + SQUARES_K * 4, squares)
@@ -153,7 +151,7 @@ class GdnTerms:
             words = ptx.pack_pairs([y * inverse for y in vectors[j]])
             for w in range(4):
                 operand[i, j, w] = words[w]
-            at = tile + TILE.offset(self.token(coord, i), 4 * j + coord.quad_lane)
+            at = tile + TILE.offset(coord.token(i), 4 * j + coord.quad_lane)
             ptx.store_shared_x4(at, words)
             if is_k:
                 ptx.store_shared_x4(self.k_operand_at(coord, coord.subchunk, i, j), words)
@@ -220,16 +218,15 @@ class GdnTerms:
     def cumulate_gates(self, args, coord, i):
         """A warp's head: the gates in shared memory, the scales in the workspace."""
         has_head = i < args.size.block_heads
-        gates, cumsums, before = self.gates_at(coord, i), [], Float32(0)
-        tokens = (coord.lane, coord.lane + 32)
+        gates, tokens = self.gates_at(coord, i), (coord.lane, coord.lane + 32)
         logs, betas = (
             [ptx.load_shared_f32(gates + (first + t) * 4) for t in tokens]
             for first in (GATE_CUMSUM, GATE_BETA_K)
         )
+        cumsums, total = [], Float32(0)
         for log in logs:
-            cumsum = cumulate(log, coord.lane)
-            cumsums.append(cumsum + before)
-            before = before + shuffle_sync(cumsum, offset=31)
+            cumsum, total = cumulate(log, total, coord.lane)
+            cumsums.append(cumsum)
         at = args.ptr.scales + layout.head_chunk(args, coord.slot, coord.hv + i) * SCALE_BYTES
         growth = Float32(1)
         for token, cumsum, beta in zip(tokens, cumsums, betas, strict=True):
@@ -241,14 +238,14 @@ class GdnTerms:
                 (GATE_BETA_K, beta_k),
             ):
                 ptx.store_shared_f32(gates + (first + token) * 4, x)
-            store_scales(at, token, cumsum, before, q_norm, k_norm, has_head)
+            store_scales(at, token, cumsum, total, q_norm, k_norm, has_head)
             if self.windows:
                 squares = self.load_norm(coord, SQUARES_K, token)
                 growth = growth * bound.token_growth(beta_k * k_norm, squares)
         if self.windows:
             for step in (1, 2, 4, 8, 16):
                 growth = growth * shuffle_sync_bfly(growth, offset=step)
-            norm, is_first = growth * ptx.exp2(before), has_head & (coord.lane == 0)
+            norm, is_first = growth * ptx.exp2(total), has_head & (coord.lane == 0)
             bound.store_transition_norm(args, coord, coord.hv + i, norm, is_first)
 
     def load_norm(self, coord, first, token):
@@ -271,24 +268,20 @@ def log2_decay(args, gate, g, parameters, active):
     return ptx.select(active, log * Float32(LOG2_E), Float32(0))
 
 
-def cumulate(log, lane):
-    """A warp's inclusive prefix sum."""
+def cumulate(log, before, lane):
+    """A warp's inclusive prefix sums, on top of the sum before; and the sum of all."""
     for step in (1, 2, 4, 8, 16):
         other = shuffle_sync_up(log, offset=step, mask_and_clamp=0)
         log = log + ptx.select(lane >= step, other, Float32(0))
-    return log
+    return log + before, before + shuffle_sync(log, offset=31)
 
 
-def store_scales(at, token, cumsum, last_cumsum, q_norm, k_norm, condition):
+def store_scales(at, token, cumsum, total, q_norm, k_norm, condition):
     """A token's scales to the workspace."""
     decay = ptx.exp2(cumsum)
-    for first, x in (
-        (layout.GDN_SCALE_S_K, k_norm * decay),
-        (layout.GDN_SCALE_S_Q, decay),
-        (layout.GDN_SCALE_O, q_norm),
-    ):
-        ptx.store_words(at + (first + token * 4), [x.bitcast(Uint32)], condition)
-    to_end = ptx.exp2(last_cumsum - cumsum)
+    scales = (layout.GDN_SCALE_S_K, k_norm * decay), (layout.GDN_SCALE_S_Q, decay)
+    terms.store_scales(at, token, (*scales, (layout.GDN_SCALE_O, q_norm)), condition)
+    to_end = ptx.exp2(total - cumsum)
     ptx.store_if(Float16, at + layout.GDN_SCALE_U + token * 2, to_end, condition)
 
 
@@ -304,7 +297,7 @@ class RowFactors(NamedTuple):
 
 
 def load_factors(coord, gates_at):
-    rows_at = gates_at + (GATE_CUMSUM + coord.subchunk * SUBCHUNK + coord.row) * 4
+    rows_at = gates_at + (GATE_CUMSUM + coord.token(0)) * 4
     rows = [ptx.load_shared_f32(rows_at + 32 * i) for i in range(2)]
     beta_k2 = terms.load_beta_k2(coord, gates_at)
     columns = [
@@ -354,25 +347,53 @@ def decay_diagonal(inverse, coord, aqk_at, kk, qk, factors, b):
 
 
 # -------------------------------------------------------------------------------- fused
-# From products of wgmma, K K^T and K Q^T, without branches.
+# From products of wgmma, K K^T and K Q^T: a warp has 16 rows of the system, and 16 columns of Aqk,
+# transposed. Blocks of the system lie left of its diagonal block, blocks of Aqk below.
+
+
+class BlockDecays(NamedTuple):
+    """The decays of the blocks on one side, as a column's factor times a row's.
+
+    Both are at most 1: decays to and from the token at the edge of the warp's sub-chunk. With G the
+    cumulative log decay, a column's factor is 2**(sign (G - G(edge))).
+    """
+
+    sign: Float32
+    offset: Float32
+    """- sign G(edge)."""
+    rows: list
+    """Factors of the lane's two rows, pairs of equal fp16."""
 
 
 @cute.jit
 def decay_fused_products(inverse, coord, gates_at, aqk_at, kk, kq):
-    """The warp's 16 rows of the system, and its 16 columns of Aqk (computed transposed).
-
-    Next to its diagonal block a warp has blocks of the system to the left and of Aqk below. Their
-    decay is a row's times a column's: to and from the last token in front of the warp's, or the
-    warp's last one. Each warp computes all four blocks: ptxas issues both sides of a short branch
-    anyway.
-    """
-    subchunk = coord.subchunk
+    """The warp's rows of the system and columns of Aqk, decayed, to shared memory."""
     factors = load_factors(coord, gates_at)
-    own_at = gates_at + (GATE_CUMSUM + subchunk * SUBCHUNK) * 4
+    own_at = gates_at + (GATE_CUMSUM + coord.subchunk * SUBCHUNK) * 4
     own_columns = [
         ptx.load_shared_f32x2(own_at + (8 * j + 2 * coord.quad_lane) * 4) for j in range(2)
     ]
-    before = ptx.load_shared_f32(own_at - Int32(select_(subchunk > 0, 4, 0)))
+    left, below = load_block_decays(coord, own_at, factors)
+    decay_fused_diagonal(inverse, coord, aqk_at, kk, kq, factors, own_columns)
+    for b in cutlass.range_constexpr(4):
+        # Computed without a branch, for the diagonal too: ptxas issues both sides of a short one.
+        # Block 0 is never below, block 3 never left.
+        is_left = {0: True, 3: False}.get(b, b < coord.subchunk)
+        decays = BlockDecays(*choose(is_left, left, below))
+        words = decay_fused_block(is_left, kk, kq, decays, factors.columns, b)
+        if b < coord.subchunk:
+            store_system_block(inverse, coord, b, words)
+        if b > coord.subchunk:
+            store_aqk_block(inverse, coord, aqk_at, b, words)
+    cute.arch.sync_warp()
+
+
+def load_block_decays(coord, own_at, factors):
+    """Left: from the token in front of the sub-chunk, with beta |k|**2; below: to its last one.
+
+    own_at: address of the sub-chunk's log decays.
+    """
+    before = ptx.load_shared_f32(own_at - Int32(select_(coord.subchunk > 0, 4, 0)))
     last = ptx.load_shared_f32(own_at + (SUBCHUNK - 1) * 4)
     left = [
         ptx.exp2(row - before) * beta_k2
@@ -380,37 +401,50 @@ def decay_fused_products(inverse, coord, gates_at, aqk_at, kk, kq):
     ]
     below = [ptx.exp2(last - row) for row in factors.rows]
     left, below = ([ptx.pack_x2(x, x, Float16) for x in xs] for xs in (left, below))
-    decay_fused_diagonal(inverse, coord, aqk_at, kk, kq, factors, own_columns)
-    for b in cutlass.range_constexpr(4):
-        words = decay_branch_free(coord, kk, kq, factors.columns, (before, left), (last, below), b)
-        if b < subchunk:
-            store_system_block(inverse, coord, b, words)
-        if b > subchunk:
-            store_aqk_block(inverse, coord, aqk_at, b, words)
-    cute.arch.sync_warp()
+    return BlockDecays(Float32(-1), before, left), BlockDecays(Float32(1), -last, below)
 
 
 def decay_fused_diagonal(inverse, coord, aqk_at, kk, kq, factors, columns):
     """The warp's diagonal blocks. Of a pair's two decays, there and back, one is at most 1."""
-    kk, kq = (
+    own_kk, own_kq = (
         [[own_word(coord, words, i, j) for j in range(2)] for i in range(2)] for words in (kk, kq)
     )
     words = []
-    for j in range(2):
-        for i in range(2):
-            decays = [ptx.exp2(-cute.math.abs(factors.rows[i] - x)) for x in columns[j]]
-            row, column = coord.row + 8 * i, 8 * j + 2 * coord.quad_lane
-            # Forward substitution reads below the diagonal only.
-            for p in range(2 if i >= j else 0):
-                x = ptx.unpack([kk[i][j]], Float16)[p] * decays[p] * factors.beta_k2[i]
+    for j, i in itertools.product(range(2), range(2)):  # halves of the columns, of the rows
+        decays = [ptx.exp2(-cute.math.abs(factors.rows[i] - x)) for x in columns[j]]
+        row, column = coord.row + 8 * i, 8 * j + 2 * coord.quad_lane
+        if i >= j:  # forward substitution reads below the diagonal only
+            for p in range(2):
+                x = ptx.unpack([own_kk[i][j]], Float16)[p] * decays[p] * factors.beta_k2[i]
                 at = inverse.diagonal_column(coord, column + p) + row * 4
                 ptx.store_shared_f32(at, x)
-            products = ptx.unpack([kq[i][j]], Float16)
-            aqk = [x * decay for x, decay in zip(products, decays, strict=True)]
-            if i == j:
-                aqk = [ptx.select(column + p >= row, aqk[p], Float32(0)) for p in range(2)]
-            words.append(ptx.pack_x2(*aqk, Float16) if i <= j else Uint32(0))
+        products = ptx.unpack([own_kq[i][j]], Float16)
+        aqk = [x * decay for x, decay in zip(products, decays, strict=True)]
+        if i == j:
+            aqk = [ptx.select(column + p >= row, aqk[p], Float32(0)) for p in range(2)]
+        words.append(ptx.pack_x2(*aqk, Float16) if i <= j else Uint32(0))
     store_aqk_block(inverse, coord, aqk_at, coord.subchunk, words)
+
+
+def decay_fused_block(is_left, kk, kq, decays, columns, b):
+    """Words of block b, of the system if it is left, else of Aqk."""
+    words = []
+    for j in (2 * b, 2 * b + 1):
+        of_columns = [ptx.exp2(cute.math.fma(x, decays.sign, decays.offset)) for x in columns[j]]
+        of_columns = ptx.pack_x2(*of_columns, Float16)
+        products = choose(is_left, [kk[i, j] for i in range(2)], [kq[i, j] for i in range(2)])
+        for product, of_row in zip(products, decays.rows, strict=True):
+            words.append(ptx.mul_x2(ptx.mul_x2(product, of_columns), of_row))
+    return words
+
+
+def choose(condition, yes, no):
+    """Of numbers, or of numbers in lists."""
+    if isinstance(condition, bool):
+        return yes if condition else no
+    if isinstance(yes, (list, tuple)):
+        return [choose(condition, *pair) for pair in zip(yes, no, strict=True)]
+    return type(yes)(select_(condition, yes, no))
 
 
 def store_system_block(inverse, coord, b, words):
@@ -425,30 +459,6 @@ def store_aqk_block(inverse, coord, aqk_at, b, words):
     row = b * SUBCHUNK + matrix // 2 * 8 + coord.lane % 8
     vector = 2 * coord.subchunk + matrix % 2
     ptx.stmatrix_x4_trans(aqk_at + inverse.vector_offset(row, vector), words)
-
-
-def decay_branch_free(coord, kk, kq, columns, before, last, b):
-    """Block b of the system's rows if it is left of the diagonal, of Aqk's columns if below it.
-
-    before, last: the log decay that a block's decays are relative to, and its rows' factors. The
-    words of the warp's diagonal block are not used; block 0 is never below, block 3 never left.
-    """
-    is_left, words = {0: True, 3: False}.get(b, b < coord.subchunk), []
-    sign, origin = choose(is_left, (Float32(-1), before[0]), (Float32(1), -last[0]))
-    factors = choose(is_left, before[1], last[1])
-    for j in (2 * b, 2 * b + 1):
-        decays = [ptx.exp2(cute.math.fma(x, sign, origin)) for x in columns[j]]
-        decay = ptx.pack_x2(*decays, Float16)
-        products = choose(is_left, [kk[i, j] for i in range(2)], [kq[i, j] for i in range(2)])
-        for product, factor in zip(products, factors, strict=True):
-            words.append(ptx.mul_x2(ptx.mul_x2(product, decay), factor))
-    return words
-
-
-def choose(condition, yes, no):
-    if isinstance(condition, bool):
-        return yes if condition else no
-    return [type(a)(select_(condition, a, b)) for a, b in zip(yes, no, strict=True)]
 
 
 def own_word(coord, words, i, j):

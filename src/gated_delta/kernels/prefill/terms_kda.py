@@ -9,6 +9,7 @@ split.
 """
 
 import itertools
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -43,6 +44,23 @@ CUMSUM_PITCH = 32 * 4 + 16
 FROM_START, TO_END = 0, 2 * D
 """Later in a warp's vectors, byte offsets of decays, fp16 [128]: from the chunk's start to the
 sub-chunk's, and from the sub-chunk's end to the chunk's."""
+
+
+class Token(NamedTuple):
+    """A lane's 8 channels of a token, unit vectors or decayed ones."""
+
+    q: list
+    k: list
+
+
+class TileRows(NamedTuple):
+    """Addresses of the lane's first 8 channels of token `row` in the tiles."""
+
+    q: Int64
+    k: Int64
+    k_restored: Int64
+    absmax: cute.Tensor | None
+    """Of rows, for the transition's bound."""
 
 
 class KdaTerms:
@@ -88,11 +106,6 @@ class KdaTerms:
     def shared(self):
         return self.smem.size
 
-    def addresses(self, coord):
-        return terms.HeadAddresses(
-            *(coord.shared + region for region in (self.gates, self.tinv, self.aqk))
-        )
-
     @cute.jit
     def prepare(self, args, coord, worker):
         beta, parameters = self.inputs.load(args, coord)
@@ -108,10 +121,10 @@ class KdaTerms:
             self.clear_operands(coord)
         worker.inputs_loaded(coord)
         worker.chunk_begun(args, coord, coord.subchunk == 1)
-        head = self.addresses(coord)
+        head = terms.HeadAddresses(*(coord.shared + x for x in (self.gates, self.tinv, self.aqk)))
         self.store_chunk_decays(args, coord)
         self.store_diagonal(coord, head, diagonal)
-        self.off_diagonal_blocks(args, coord, head)
+        self.blocks_below(args, coord, head)
         self.inverse.invert_diagonal(coord, head.gates)
         if cutlass.const_expr(self.raw):
             hopper.fence_async_proxy()  # TMA overwrites the operands
@@ -157,6 +170,9 @@ class KdaTerms:
     def vectors_at(self, coord):
         return coord.shared + self.vectors + coord.subchunk * inputs_kda.VECTOR_BYTES
 
+    def growth_at(self, coord):
+        return self.vectors_at(coord) + inputs_kda.GROWTH_ROW * 128
+
     def scales_at(self, args, coord):
         return args.ptr.scales + layout.head_chunk(args, coord.slot, coord.hv) * self.scale_bytes
 
@@ -194,7 +210,7 @@ class KdaTerms:
         scales, is_first = self.scales_at(args, coord), coord.quad_lane == 0
         q_scale = args.scale * Float32(1 / layout.Q_SCALE) if self.raw else args.scale
         for i in range(2):
-            token = coord.subchunk * SUBCHUNK + coord.row + 8 * i
+            token = coord.token(i)
             q_norm, k_norm = (
                 terms.norm_of(x, y, self.qk_l2norm)
                 for x, y in zip(squares[i], inverse_norms[i], strict=True)
@@ -204,23 +220,26 @@ class KdaTerms:
             at = coord.shared + self.gates + token * 4
             ptx.store_shared_f32(at + inverse.GATE_BETA_K2 * 4, beta_k * k_norm)
             ptx.store_shared_f32(at + inverse.GATE_BETA_K * 4, beta_k)
-            for first, x in ((layout.KDA_SCALE_S_K, k_norm), (layout.KDA_SCALE_O, q_norm)):
-                ptx.store_words(scales + (first + token * 4), [x.bitcast(Uint32)], is_first)
+            norms = (layout.KDA_SCALE_S_K, k_norm), (layout.KDA_SCALE_O, q_norm)
+            terms.store_scales(scales, token, norms, is_first)
             if self.bound is not None:
                 ptx.store_shared_f32(coord.shared + self.bound.k_decayed + token * 4, k_norm)
         if not self.raw:
             return inverse_norms
         scaled = [[q * Float32(layout.Q_SCALE), k] for q, k in inverse_norms]
-        for i, pair in enumerate(scaled):
-            token = coord.subchunk * SUBCHUNK + coord.row + 8 * i
-            for first, x in zip((layout.RAW_SCALE_Q, layout.RAW_SCALE_K), pair, strict=True):
-                ptx.store_words(scales + (first + token * 4), [x.bitcast(Uint32)], is_first)
+        for i, (q, k) in enumerate(scaled):
+            inverses = (layout.RAW_SCALE_Q, q), (layout.RAW_SCALE_K, k)
+            terms.store_scales(scales, coord.token(i), inverses, is_first)
         return scaled
 
     # ---------------------------------------------------------------------------- log decays
 
     def cumulate_gates(self, coord, k_block, parameters):
-        """Cumulate a K block's log decays, a channel per lane. Returns: any exceeds MAX_GROWTH."""
+        """A K block's cumulative log decays, a channel per lane. Returns: any exceeds MAX_GROWTH.
+
+        Growth takes k decayed to the sub-chunk's end back to its start. 0 where a channel exceeds:
+        then add_diagonal adds nothing, and add_diagonal_by_splits all.
+        """
         total, bias = None, None
         if self.gate.gate != "log":
             bias = ptx.load_shared_f32(inputs_kda.bias_at(coord, self.vectors, k_block))
@@ -234,9 +253,7 @@ class KdaTerms:
         exceeds = cute.arch.vote_any_sync(total < Float32(-MAX_GROWTH))
         growth = ptx.exp2(Float32(TF32_TRUNCATION * LOG2_E) - total)
         growth = ptx.select(exceeds, Float32(0), growth)
-        ptx.store_shared_f32(
-            self.vectors_at(coord) + inputs_kda.GROWTH_ROW * 128 + coord.lane * 4, growth
-        )
+        ptx.store_shared_f32(self.growth_at(coord) + coord.lane * 4, growth)
         return exceeds
 
     def load_total(self, coord, subchunk, k_block):
@@ -258,13 +275,10 @@ class KdaTerms:
         totals = [
             ptx.load_shared_f32x4(self.totals_at(coord, b) + coord.lane * 16) for b in range(4)
         ]
-        for b in range(4):
-            earlier, later = (
-                ptx.select(x, Float32(1), Float32(0))
-                for x in (b < coord.subchunk, b > coord.subchunk)
-            )
-            before = inputs_kda.add_scaled(before, totals[b], earlier)
-            after = inputs_kda.add_scaled(after, totals[b], later)
+        for b, total in enumerate(totals):
+            earlier, later = (Float32(x) for x in (b < coord.subchunk, b > coord.subchunk))
+            before = inputs_kda.add_scaled(before, total, earlier)
+            after = inputs_kda.add_scaled(after, total, later)
         if self.raw:
             at = self.scales_at(args, coord) + layout.RAW_SCALE_TOTALS + coord.lane * 16
             for b in range(4):
@@ -282,87 +296,84 @@ class KdaTerms:
             self.bound.store_decay(coord, decays)
         cute.arch.sync_warp()
 
-    # ---------------------------------------------------------------------------- diagonal blocks
+    # ---------------------------------------------------------------------------- operands
+    # Here a lane has two tokens, row and row + 8, and 8 channels of each K block: [token][channel].
 
     @cute.jit
     def decay_k_block(self, coord, inverse_norms, k_block, parameters, diagonal):
-        """Log decays and operands of a K block; all loads of inputs precede stores of operands."""
+        """A K block of the sub-chunk: log decays, operands, its part of the block `diagonal`.
+
+        Operands overwrite raw inputs, so all loads come first.
+        """
         exceeds = self.cumulate_gates(coord, k_block, parameters)
         cute.arch.sync_warp()
         cumsum = [self.load_cumsum(coord, coord.row + 8 * i) for i in range(2)]
         total = self.load_total(coord, coord.subchunk, k_block)
-        growth = ptx.load_shared_f32x8(
-            self.vectors_at(coord) + inputs_kda.GROWTH_ROW * 128 + coord.quad_lane * 32
-        )
+        growth = ptx.load_shared_f32x8(self.growth_at(coord) + coord.quad_lane * 32)
         tokens = self.load_unit_vectors(coord, inverse_norms, k_block)
-        self.store_operands(coord, k_block, cumsum, total, growth, tokens, diagonal)
+        left, right = [], []
+        for i, token in enumerate(tokens):
+            left.append(decayed(token, exp2(cumsum[i])))
+            k_to_end = times(token.k, decay_between(cumsum[i], total))
+            ptx.store_shared_x4(self.right_at(coord, i, k_block), ptx.pack_pairs(k_to_end))
+            right.append(times(k_to_end, growth))  # relative to the start, like left operands
+        self.store_left(coord, k_block, left)
+        add_diagonal(diagonal, left, right)
         if exceeds:
-            self.add_diagonal_with_splits(coord, tokens, diagonal)
+            self.add_diagonal_by_splits(coord, tokens, diagonal)
         cute.arch.sync_warp()
 
     def load_unit_vectors(self, coord, inverse_norms, k_block):
-        """The lane's channels of q and k: [token][q or k]."""
         raw = [
             [ptx.load_shared_x4(self.left_at(coord, qk, i, k_block)) for qk in range(2)]
             for i in range(2)
         ]
-        return [
-            [
-                [x * inverse for x in ptx.unpack(words, self.dtype)]
-                for words, inverse in zip(raw[i], inverse_norms[i], strict=True)
-            ]
-            for i in range(2)
-        ]
+        tokens = []
+        for words, inverses in zip(raw, inverse_norms, strict=True):
+            q, k = (
+                [x * inverse for x in ptx.unpack(y, self.dtype)]
+                for y, inverse in zip(words, inverses, strict=True)
+            )
+            tokens.append(Token(q, k))
+        return tokens
 
-    def store_operands(self, coord, k_block, cumsum, total, growth, tokens, diagonal):
-        """q and k decayed from the sub-chunk's start, k to its end; adds to the diagonal block."""
-        left, right = [], []
-        for i, (q, k) in enumerate(tokens):
-            from_start = [ptx.exp2(x) for x in cumsum[i]]
-            to_end = [ptx.exp2(y - x) for x, y in zip(cumsum[i], total, strict=True)]
-            left.append([times(q, from_start), times(k, from_start)])
-            k_to_end = times(k, to_end)
-            ptx.store_shared_x4(self.right_at(coord, i, k_block), ptx.pack_pairs(k_to_end))
-            right.append(times(k_to_end, growth))
+    def store_left(self, coord, k_block, left):
+        """q and k decayed from the sub-chunk's start, as left operands of two steps."""
         for qk in range(2):
-            pairs = [ptx.pack_pairs(left[i][qk]) for i in range(2)]
+            pairs = [ptx.pack_pairs(token[qk]) for token in left]
             for step in range(2):
                 words = [pairs[i][2 * step + w] for w in range(2) for i in range(2)]
                 ptx.store_shared_x4(self.left_at(coord, qk, step, k_block), words)
-        add_diagonal(diagonal, left, right)
+
+    # ---------------------------------------------------------------------------- diagonal blocks
 
     @cute.jit
-    def add_diagonal_with_splits(self, coord, tokens, diagonal):
-        """add_diagonal with a split at every fourth token.
+    def add_diagonal_by_splits(self, coord, tokens, diagonal):
+        """add_diagonal where right operands would grow by too much: every fourth token is a split.
 
-        A split's product is right in the columns of its four tokens.
+        Decays are relative to a split instead of the sub-chunk's start. A split has a product of
+        its own, which is right in the columns of its four tokens.
         """
         self.limit_decays(coord)
         cumsum = [self.load_cumsum(coord, coord.row + 8 * i) for i in range(2)]
         right = []
-        for i, (_, k) in enumerate(tokens):
+        for i, token in enumerate(tokens):
             split = self.load_cumsum(coord, coord.row // SPLIT_TOKENS * SPLIT_TOKENS + 8 * i)
             growth = [
                 ptx.exp2(x - y + Float32(TF32_TRUNCATION * LOG2_E))
                 for x, y in zip(split, cumsum[i], strict=True)
             ]
-            right.append(times(k, growth))
+            right.append(times(token.k, growth))
         product = cute.make_rmem_tensor((4, 1, 2), Float32)
         for first in cutlass.range(0, SUBCHUNK, SPLIT_TOKENS, unroll=1):
             split, left = self.load_cumsum(coord, first), []
-            for i, qk in enumerate(tokens):
-                decays = [ptx.exp2(x - y) for x, y in zip(cumsum[i], split, strict=True)]
-                left.append([times(x, decays) for x in qk])
+            for i, token in enumerate(tokens):
+                left.append(decayed(token, decay_between(split, cumsum[i])))
             product.fill(0.0)
-            columns = [ptx.select(first < 8, x, y) for x, y in zip(*right, strict=True)]
-            add_diagonal(product, left, [columns])
-            for half in cutlass.range_constexpr(2):
-                column = 8 * half + 2 * coord.quad_lane
-                is_split = column // SPLIT_TOKENS * SPLIT_TOKENS == first
-                for qk in cutlass.range_constexpr(2):
-                    for e in cutlass.range_constexpr(4):
-                        x = ptx.select(is_split, product[e, 0, qk], Float32(0))
-                        diagonal[e, half, qk] = diagonal[e, half, qk] + x
+            # The half of the columns that has the split's tokens.
+            half = [ptx.select(first < 8, x, y) for x, y in zip(*right, strict=True)]
+            add_diagonal(product, left, [half])
+            add_split_columns(coord, diagonal, product, first)
 
     @cute.jit
     def limit_decays(self, coord):
@@ -384,46 +395,48 @@ class KdaTerms:
             self.inverse.store_system_diagonal(coord, i, half, system)
             self.inverse.store_aqk_diagonal(coord, head.aqk, i, half, q_products)
 
-    # ---------------------------------------------------------------------------- other blocks
+    # ---------------------------------------------------------------------------- blocks below
 
     @cute.jit
-    def off_diagonal_blocks(self, args, coord, head):
-        """The warp's rows of the tiles; products of its tokens with the two sub-chunks before.
+    def blocks_below(self, args, coord, head):
+        """Products of sub-chunks with earlier ones; the sub-chunk's rows of the tiles.
 
-        Warp 0 multiplies sub-chunk 3 by sub-chunk 0.
+        Warp a has blocks (a, a - 1) and (a, a - 2). Warp 0, with nothing before it, has (3, 0).
         """
-        one, two = new_blocks(), cute.make_rmem_tensor((4, 2, 2), Float32)
-        at = layout.head_chunk(args, coord.slot, coord.hv) * TILE_BYTES
-        at = at + TILE.offset(coord.subchunk * SUBCHUNK + coord.row, coord.quad_lane)
-        tiles = [tile + at for tile in (args.ptr.q_tiles, args.ptr.k_tiles, args.ptr.k_restored)]
-        absmax = self.bound.new_absmax() if self.bound is not None else None
+        first, second = new_blocks(), cute.make_rmem_tensor((4, 2, 2), Float32)
+        tiles = self.tile_rows(args, coord)
         if coord.subchunk > 1:
-            two.fill(0.0)
+            second.fill(0.0)
+            between = [coord.subchunk - 1]
             for k_block in cutlass.range(K_BLOCKS, unroll=1):
-                left = self.store_tiles_and_add(coord, tiles, absmax, k_block, one)
-                self.add_block(coord, two, left, k_block, coord.subchunk - 2, [coord.subchunk - 1])
-            self.store_block(coord, head, two, coord.subchunk, coord.subchunk - 2)
+                left = self.load_left(coord, k_block)
+                self.store_tile_rows(coord, tiles, k_block, left)
+                self.add_block(coord, first, left, k_block, coord.subchunk - 1)
+                self.add_block(coord, second, left, k_block, coord.subchunk - 2, between)
+            self.store_block(coord, head, second, coord.subchunk, coord.subchunk - 2)
         elif coord.subchunk == 1:
             for k_block in cutlass.range(K_BLOCKS, unroll=1):
-                self.store_tiles_and_add(coord, tiles, absmax, k_block, one)
+                left = self.load_left(coord, k_block)
+                self.store_tile_rows(coord, tiles, k_block, left)
+                self.add_block(coord, first, left, k_block, coord.subchunk - 1)
         else:
             last = coord._replace(subchunk=Int32(3))
             for k_block in cutlass.range(K_BLOCKS, unroll=1):
                 if cutlass.const_expr(not self.raw):
-                    self.store_tiles(coord, tiles, absmax, k_block, self.load_left(coord, k_block))
-                self.add_block(coord, one, self.load_left(last, k_block), k_block, Int32(0), [1, 2])
+                    self.store_tile_rows(coord, tiles, k_block, self.load_left(coord, k_block))
+                left = self.load_left(last, k_block)
+                self.add_block(coord, first, left, k_block, Int32(0), [1, 2])
         a = Int32(select_(coord.subchunk == 0, 3, coord.subchunk))
-        self.store_block(coord, head, one, a, cutlass.max(coord.subchunk - 1, 0))
+        self.store_block(coord, head, first, a, cutlass.max(coord.subchunk - 1, 0))
         if cutlass.const_expr(self.bound is not None):
-            self.bound.store_rows(coord, absmax)
+            self.bound.store_rows(coord, tiles.absmax)
         cute.arch.sync_warp()
 
-    def store_tiles_and_add(self, coord, tiles, absmax, k_block, block):
-        left = self.load_left(coord, k_block)
-        if not self.raw:
-            self.store_tiles(coord, tiles, absmax, k_block, left)
-        self.add_block(coord, block, left, k_block, coord.subchunk - 1)
-        return left
+    def tile_rows(self, args, coord):
+        at = layout.head_chunk(args, coord.slot, coord.hv) * TILE_BYTES
+        at = at + TILE.offset(coord.subchunk * SUBCHUNK + coord.row, coord.quad_lane)
+        tiles = [tile + at for tile in (args.ptr.q_tiles, args.ptr.k_tiles, args.ptr.k_restored)]
+        return TileRows(*tiles, self.bound.new_absmax() if self.bound is not None else None)
 
     def load_left(self, coord, k_block):
         """Left operands: [q or k][step]."""
@@ -432,12 +445,14 @@ class KdaTerms:
             for qk in range(2)
         ]
 
-    def store_tiles(self, coord, tiles, absmax, k_block, left):
+    def store_tile_rows(self, coord, tiles, k_block, left):
         """8 channels of the lane's tokens: q and k decayed from the chunk's start, k to its end.
 
         A sub-chunk without tokens writes only the first K block of k_restored: the scan reads these
         zeros for all others.
         """
+        if self.raw:
+            return
         at = self.vectors_at(coord) + (32 * k_block + 8 * coord.quad_lane) * 2
         from_start, to_end = ptx.load_shared_x4(at + FROM_START), ptx.load_shared_x4(at + TO_END)
         for i in range(2):
@@ -446,33 +461,28 @@ class KdaTerms:
             )
             k_to_end = ptx.load_shared_x4(self.right_at(coord, i, k_block))
             rows = ((q, from_start), (k, from_start), (k_to_end, to_end))
-            for n, (tile, (words, decays)) in enumerate(zip(tiles, rows, strict=True)):
+            for n, (tile, (words, decays)) in enumerate(zip(tiles[:3], rows, strict=True)):
                 at = tile + Int64(k_block * TILE.block_bytes + i * TILE.offset(8, 0))
                 row = [ptx.mul_x2(x, y) for x, y in zip(words, decays, strict=True)]
                 stored = self.has_tokens(coord) | ((n == 2) & (k_block == 0))
                 ptx.store_words(at, row, stored)
-                if absmax is not None and n > 0:
-                    self.bound.add_row(absmax, n - 1, i, row)
+                if self.bound is not None and n > 0:
+                    self.bound.add_row(tiles.absmax, n - 1, i, row)
 
     def add_block(self, coord, block, left, k_block, subchunk, between=()):
         """Add 8 channels' products with an earlier sub-chunk, decayed over sub-chunks `between`."""
-        other, decays = coord._replace(subchunk=subchunk), None
+        earlier, decays = coord._replace(subchunk=subchunk), None
         if between:
             logs = [self.load_total(coord, b, k_block) for b in between]
-            decays = ptx.pack_pairs(
-                [ptx.exp2(sum(xs[1:], xs[0])) for xs in zip(*logs, strict=True)]
-            )
+            decays = ptx.pack_pairs(exp2([sum(xs[1:], xs[0]) for xs in zip(*logs, strict=True)]))
         for half in range(2):
-            right = ptx.load_shared_x4(self.right_at(other, half, k_block))
+            right = ptx.load_shared_x4(self.right_at(earlier, half, k_block))
             if decays is not None:
                 right = [ptx.mul_x2(x, y) for x, y in zip(right, decays, strict=True)]
             for step in range(2):
                 for qk in range(2):
-                    product = [block[e, half, qk] for e in range(4)]
                     words = right[2 * step : 2 * step + 2]
-                    product = ptx.mma_sync(product, left[qk][step], words, Float16)
-                    for e in range(4):
-                        block[e, half, qk] = product[e]
+                    add_product(block, half, qk, left[qk][step], words, Float16)
 
     def store_block(self, coord, head, block, a, b):
         """Block (a, b) of the system and of Aqk."""
@@ -483,6 +493,9 @@ class KdaTerms:
             self.inverse.store_system(coord, b, i, half, system)
             aqk = ptx.pack_x2(*q_products, Float16)
             self.inverse.store_aqk(coord, head.aqk, b, i, half, aqk)
+
+
+# -------------------------------------------------------------------------------- products
 
 
 def new_blocks():
@@ -498,18 +511,50 @@ def products_of(block):
         yield half, i, *([block[2 * i + p, half, qk] for p in range(2)] for qk in range(2))
 
 
+def add_product(block, half, qk, left, right, dtype):
+    """Add left right to half of a block's columns."""
+    product = ptx.mma_sync([block[e, half, qk] for e in range(4)], left, right, dtype)
+    for e in range(4):
+        block[e, half, qk] = product[e]
+
+
 def add_diagonal(block, left, right):
-    """Add 8 channels' part of the diagonal block, or of half of its columns, in tf32."""
+    """Add 8 channels' part of the diagonal block, in tf32. left: Tokens.
+
+    right: k of each token, or of one for half of the columns.
+    """
     for step in range(4):
         for qk in range(2):
             a = [left[i][qk][2 * step + c].bitcast(Uint32) for c in range(2) for i in range(2)]
-            for half in range(len(right)):
-                product = [block[e, half, qk] for e in range(4)]
-                b = [right[half][2 * step + c].bitcast(Uint32) for c in range(2)]
-                product = ptx.mma_sync(product, a, b, Float32)
-                for e in range(4):
-                    block[e, half, qk] = product[e]
+            for half, k in enumerate(right):
+                b = [x.bitcast(Uint32) for x in k[2 * step : 2 * step + 2]]
+                add_product(block, half, qk, a, b, Float32)
+
+
+@cute.jit
+def add_split_columns(coord, diagonal, product, first):
+    """Add the columns of a split's tokens, from `first` on, of its product."""
+    for half in cutlass.range_constexpr(2):
+        column = 8 * half + 2 * coord.quad_lane
+        is_split = column // SPLIT_TOKENS * SPLIT_TOKENS == first
+        for qk in cutlass.range_constexpr(2):
+            for e in cutlass.range_constexpr(4):
+                x = ptx.select(is_split, product[e, 0, qk], Float32(0))
+                diagonal[e, half, qk] = diagonal[e, half, qk] + x
+
+
+def exp2(xs):
+    return [ptx.exp2(x) for x in xs]
+
+
+def decay_between(start, end):
+    """From two tokens' cumulative log decays."""
+    return [ptx.exp2(y - x) for x, y in zip(start, end, strict=True)]
 
 
 def times(xs, ys):
     return [x * y for x, y in zip(xs, ys, strict=True)]
+
+
+def decayed(token, decays):
+    return Token(times(token.q, decays), times(token.k, decays))

@@ -50,35 +50,30 @@ class TileCopies:
 
     @cute.jit
     def load(self, args, coord, has_v=True):
-        """Load warps: a chunk's values by 16 bytes, zeros past the last token or without has_v."""
-        shared, thread, work = coord.shared, coord.thread, coord.work
+        """Load warps: each chunk's tiles and values; zeros past the last token or without has_v."""
+        thread = coord.thread
         row, vector, step = self.copy_slice(thread, LOAD_THREADS)
-        v_at = self.v_address(args, work, Int32(0), vector)
+        v_at = self.v_address(args, coord.work, Int32(0), vector)
         ahead = cute.make_rmem_tensor((4, CHUNK // step), Uint32)
         if cutlass.const_expr(self.pass_registers):
             self.load_v(args, coord, v_at, coord.first_chunk, ahead, has_v)
         self.wait_for_prepare()
         for c in cutlass.range(coord.first_chunk, coord.end_chunk, 1, unroll=1):
             stage, phase = self.stages.values.locate(c - coord.first_chunk)
-            self.stages.values.producer_acquire(shared, stage, phase)
+            self.stages.values.producer_acquire(coord.shared, stage, phase)
             copies = not self.overlapped and hopper.copies(thread)
             if copies:
                 self.start_tiles(args, coord, c, stage)
-            values = shared + self.stages.v + stage * (CHUNK * self.stages.v_pitch) + vector * 16
+            values = coord.shared + self.stages.v + stage * (CHUNK * self.stages.v_pitch)
+            values = values + vector * 16
             if cutlass.const_expr(self.pass_registers):
-                words = [[ahead[w, i] for w in range(4)] for i in range(CHUNK // step)]
-                for i in cutlass.range_constexpr(CHUNK // step):
-                    ptx.store_shared_x4(values + (row + i * step) * self.stages.v_pitch, words[i])
-                if cutlass.const_expr(self.stages.has_absmax):
-                    absmax = packed_absmax([word for four in words for word in four], self.dtype)
-                    absmax_at = shared + self.stages.v_absmax + stage * 8 + thread // WARP * 4
-                    ptx.store_shared(absmax_at, absmax.bitcast(Uint32), thread % WARP == 0)
+                self.store_v(coord, row, values, stage, ahead)
                 self.load_v(args, coord, v_at, c + 1, ahead, has_v)
                 if cutlass.const_expr(self.prefetch):
                     token = (c + 4) * CHUNK + thread
                     token_at = v_at + (offset(token, args.stride.v_t) - vector * 16)
                     ptx.prefetch_l2(token_at, has_values(coord, token) & has_v)
-                self.stages.values.producer_arrive(shared, stage)
+                self.stages.values.producer_arrive(coord.shared, stage)
                 if copies:
                     self.finish_tiles(args, coord, c)
             else:
@@ -89,7 +84,7 @@ class TileCopies:
                         v_at + offset(token, args.stride.v_t),
                         has_values(coord, token) & has_v,
                     )
-                ptx.cp_async_arrive(self.stages.values.full_at(shared, stage))
+                ptx.cp_async_arrive(self.stages.values.full_at(coord.shared, stage))
 
     def v_address(self, args, work, token, vector):
         """Address of 16 bytes of a token's values, of the work tile's V rows."""
@@ -104,6 +99,18 @@ class TileCopies:
             token_at = v_at + offset(token, args.stride.v_t)
             for w, word in enumerate(ptx.load_words(token_at, has_values(coord, token) & has_v)):
                 ahead[w, i] = word
+
+    def store_v(self, coord, row, values, stage, ahead):
+        """Values in registers, and their absmax, to a stage. values: address of the first row's."""
+        step = LOAD_THREADS * 8 // self.stages.rows
+        words = [[ahead[w, i] for w in range(4)] for i in range(CHUNK // step)]
+        for i, four in enumerate(words):
+            ptx.store_shared_x4(values + (row + i * step) * self.stages.v_pitch, four)
+        if self.stages.has_absmax:
+            absmax = packed_absmax([word for four in words for word in four], self.dtype)
+            warp, lane = coord.thread // WARP, coord.thread % WARP
+            absmax_at = coord.shared + self.stages.v_absmax + stage * 8 + warp * 4
+            ptx.store_shared(absmax_at, absmax.bitcast(Uint32), lane == 0)
 
     def copy_slice(self, thread, threads):
         """A thread's first token, its 16-byte vector of each, and the step to its next token."""

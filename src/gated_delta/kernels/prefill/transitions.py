@@ -85,31 +85,38 @@ class PrefillTransitions(PrefillKernel):
             next_window = window_chunks(args, next_coord)
             coord = add_window(args, coord)
         if work.segment < args.size.segments - 1:
-            # Known at its start: the segment's B is the next initial state, and M is not needed.
-            start_known = (work.segment == 0) | has_window(coord)
-            first = (work.tile == 0) & (thread == 0)
-            # No transition is passed over it where the next state is known, or not needed.
-            flag = Uint32(Int32(start_known | (next_window > 0)))
-            head = head_number(args, work.sequence.n, ptx.opaque(work.hv))
-            flag_at = segment_flag_at(args, segment_number(args, head, work.segment))
-            ptx.store_words(flag_at, [flag], first)
-            if (next_window == 0) & (self.is_b(work) | (not start_known)):
-                # The tile among those of B, or of M: B has a single one, or as many as M.
-                tile = work.tile % self.b_tiles
-                if cutlass.const_expr(self.b_tiles == 1):
-                    tile = cutlass.max(work.tile - 1, 0)
-                v_row = tile * self.rows + cutlass.max(group, 0) * WARPGROUP_ROWS
-                coord = coord._replace(v_row=v_row)
-                if group >= 0:
-                    if cutlass.const_expr(self.mma_groups > 1):
-                        cute.arch.setmaxregister_increase(MMA_REGISTERS)
-                    self.mma(args, coord)
-                else:
-                    if cutlass.const_expr(self.mma_groups > 1):
-                        cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
-                    if thread < LOAD_THREADS:
-                        # The identity has no values.
-                        self.copies.load(args, coord, self.is_b(coord.work))
+            known = starts_known(coord)
+            self.store_flag(args, coord, known | (next_window > 0), thread)
+            if (next_window == 0) & (self.is_b(work) | (not known)):
+                self.scan(args, self.rows_of_m_or_b(coord), thread)
+
+    def store_flag(self, args, coord, next_known, thread):
+        """No transition is passed over it where the next state is known, or not needed."""
+        first = (coord.work.tile == 0) & (thread == 0)
+        head = head_number(args, coord.work.sequence.n, ptx.opaque(coord.work.hv))
+        flag_at = segment_flag_at(args, segment_number(args, head, coord.work.segment))
+        ptx.store_words(flag_at, [Uint32(Int32(next_known))], first)
+
+    def rows_of_m_or_b(self, coord):
+        """The coord with a V row among those of B, or of M: B has one tile, or as many as M."""
+        tile = coord.work.tile % self.b_tiles
+        if self.b_tiles == 1:
+            tile = cutlass.max(coord.work.tile - 1, 0)
+        return coord._replace(v_row=tile * self.rows + cutlass.max(coord.group, 0) * WARPGROUP_ROWS)
+
+    @cute.jit
+    def scan(self, args, coord, thread):
+        """The warp roles."""
+        if coord.group >= 0:
+            if cutlass.const_expr(self.mma_groups > 1):
+                cute.arch.setmaxregister_increase(MMA_REGISTERS)
+            self.mma(args, coord)
+        else:
+            if cutlass.const_expr(self.mma_groups > 1):
+                cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
+            if thread < LOAD_THREADS:
+                # The identity has no values.
+                self.copies.load(args, coord, self.is_b(coord.work))
 
     @cute.jit
     def copy_initial_state(self, args, coord):
@@ -123,17 +130,15 @@ class PrefillTransitions(PrefillKernel):
     @cute.jit
     def mma(self, args, coord):
         """An MMA warpgroup: 64 rows of M or B."""
-        products = self.mainloop.products
-        right, frag = products.right_operands(coord), products.make_fragments()
+        frag = self.mainloop.products.make_fragments(coord)
         self.load_state(args, coord, frag.state)
-        state_scale = self.mainloop.run(frag, right, args, coord, Int32(0))
+        state_scale = self.mainloop.run(args, coord, frag, Int32(0))
         # M or B among the transitions; B as the next segment's initial state where it is that.
         work = coord.work
         transition = args.ptr.segment_transitions + segment_of(args, work) * (2 * STATE_BYTES)
         transition += Int64(select_(self.is_m(work), Int64(STATE_BYTES), Int64(0)))
         next_state = segment_state_at(args, work) + STATE_BYTES
-        start_known = (work.segment == 0) | has_window(coord)
-        at = Int64(select_(start_known, next_state, transition))
+        at = Int64(select_(starts_known(coord), next_state, transition))
         rows, unscale = state_coord(coord.v_row, coord.thread), inverse_power_of_2(state_scale)
         store_rows(at, Float32, D, rows, True, frag.state, unscale)
 
@@ -155,3 +160,8 @@ class PrefillTransitions(PrefillKernel):
 
     def is_m(self, work):
         return work.tile >= self.b_tiles
+
+
+def starts_known(coord):
+    """Whether a segment's initial state is known: its B is the next one's, and M is not needed."""
+    return (coord.work.segment == 0) | has_window(coord)
