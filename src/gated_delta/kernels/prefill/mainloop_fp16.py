@@ -118,6 +118,7 @@ class MainloopFp16:
 
         No wgmma group is in flight across the loop's back edge: ptxas would serialise every wgmma.
         """
+        # Computed later, `terms` makes ptxas serialise every wgmma.
         following, terms, right = self.pipeline.advance(pipe), pipe.buffer, frag.right
         hopper.start_mma(frag.s_k, frag.state_fp16, right.k, pipe.stage)
         hopper.start_mma(frag.o, frag.state_fp16, right.q, pipe.stage)

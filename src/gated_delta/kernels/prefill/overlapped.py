@@ -213,6 +213,7 @@ class PrefillOverlapped(PrefillKernel):
     @cute.jit
     def prepare_items(self, args, shared, thread, group, cta, scans):
         """A warpgroup's items. One is counted when the next one's inputs have come."""
+        # Computed inside the loop, lane and first_queued spill.
         size, lane = args.size, thread % WARP
         first_queued = self.first_queued(size)
         terms_at = shared + Int32(
