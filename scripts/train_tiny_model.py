@@ -43,7 +43,8 @@ def tiny_config(**options: object) -> Qwen3_5TextConfig:
         max_position_embeddings=4096,
         tie_word_embeddings=True,
     )
-    config.full_attention_interval = 4  # SGLang asks for it
+    if "full_attention" in config.layer_types:
+        config.full_attention_interval = 4  # SGLang asks for it
     return config
 
 
