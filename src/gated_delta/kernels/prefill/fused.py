@@ -18,7 +18,7 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32, Int64, Uint32
-from cutlass.cute.arch import shuffle_sync_bfly
+from cutlass.cute.arch import shuffle_sync, shuffle_sync_bfly
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import select_
 
@@ -318,9 +318,10 @@ class PrefillFused(PrefillKernel):
         self.load_raw_gates(args, gates, c + GATE_CHUNKS, lane)
         at, total = self.gates_at(shared, c), Float32(0)
         for i, log in enumerate(logs):
-            cumsum, total = terms_gdn.cumulate(log, total, lane)
-            ptx.store_shared_f32(at + (GATE_CUMSUM + lane + 32 * i) * 4, cumsum)
+            cumsum = terms_gdn.cumulate(log, lane)
+            ptx.store_shared_f32(at + (GATE_CUMSUM + lane + 32 * i) * 4, cumsum + total)
             ptx.store_shared_f32(at + (GATE_BETA_K + lane + 32 * i) * 4, betas[i])
+            total = total + shuffle_sync(cumsum, offset=31)
 
     @cute.jit
     def finish_gates(self, coord):

@@ -225,8 +225,9 @@ class GdnTerms:
         )
         cumsums, total = [], Float32(0)
         for log in logs:
-            cumsum, total = cumulate(log, total, coord.lane)
-            cumsums.append(cumsum)
+            cumsum = cumulate(log, coord.lane)
+            cumsums.append(cumsum + total)
+            total = total + shuffle_sync(cumsum, offset=31)
         at = args.ptr.scales + layout.head_chunk(args, coord.slot, coord.hv + i) * SCALE_BYTES
         growth = Float32(1)
         for token, cumsum, beta in zip(tokens, cumsums, betas, strict=True):
@@ -268,12 +269,12 @@ def log2_decay(args, gate, g, parameters, active):
     return ptx.select(active, log * Float32(LOG2_E), Float32(0))
 
 
-def cumulate(log, before, lane):
-    """A warp's inclusive prefix sums, on top of the sum before; and the sum of all."""
+def cumulate(log, lane):
+    """A warp's inclusive prefix sum."""
     for step in (1, 2, 4, 8, 16):
         other = shuffle_sync_up(log, offset=step, mask_and_clamp=0)
         log = log + ptx.select(lane >= step, other, Float32(0))
-    return log + before, before + shuffle_sync(log, offset=31)
+    return log
 
 
 def store_scales(at, token, cumsum, total, q_norm, k_norm, condition):

@@ -102,8 +102,8 @@ class TileCopies:
 
     def store_v(self, coord, row, values, stage, ahead):
         """Values in registers, and their absmax, to a stage. values: address of the first row's."""
-        step = LOAD_THREADS * 8 // self.stages.rows
-        words = [[ahead[w, i] for w in range(4)] for i in range(CHUNK // step)]
+        words = [[ahead[w, i] for w in range(4)] for i in range(ahead.shape[1])]
+        step = CHUNK // len(words)
         for i, four in enumerate(words):
             ptx.store_shared_x4(values + (row + i * step) * self.stages.v_pitch, four)
         if self.stages.has_absmax:
