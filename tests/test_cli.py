@@ -788,9 +788,8 @@ def test_a_signal_ends_compiling_and_its_processes(tmp_path, send, number):
     """Ctrl-C in a terminal reaches the workers too; a job scheduler signals only the parent."""
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
     pack, file = tmp_path / "pack", tmp_path / "pack.json"
-    with process(
-        "compile", "--out", pack, "--jobs", "2", "--json", file, start_new_session=True
-    ) as running:
+    options = ("--jobs", "2", "--filter", "flush", "--json", file)
+    with process("compile", "--out", pack, *options, start_new_session=True) as running:
         wait_for(pack, "*/*.so")
         time.sleep(0.3)  # the next kernel compiles
         send(running.pid, number)

@@ -180,6 +180,10 @@ def test_the_scheduled_ctas_of_decode_fit_on_an_sm(variant):
     assert resources.stack == 0
 
 
+WARPGROUP_ARRIVE = re.compile(rb"\xc5[\x09-\xf9]\0{6}")
+"""Machine code, for sm_90a, of the fence in front of a group of wgmmas, with any predicate."""
+
+
 @needs_compiler
 @pytest.mark.usefixtures("shared")
 @pytest.mark.parametrize(
@@ -189,13 +193,8 @@ def test_the_scheduled_ctas_of_decode_fit_on_an_sm(variant):
 )
 def test_wgmmas_are_not_serialised(variant):
     """ptxas fences every wgmma silently: short of registers or unable to count groups in flight."""
-    sass = compile.inspected(compile.build(variant, "sm_90a"), "-sass")
-    assert sass is not None, (
-        "needs cuobjdump and nvdisasm: pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm"
-    )
     groups = {"prefill_fused": 6, "prefill_transitions": 3}.get(variant.kernel, 5)
-    assert sass.count("WARPGROUP.ARRIVE") == groups
-    assert sass.count("HGMMA") > 5 * groups
+    assert len(WARPGROUP_ARRIVE.findall(compile.build(variant, "sm_90a").read_bytes())) == groups
 
 
 @needs_compiler

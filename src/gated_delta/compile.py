@@ -357,11 +357,8 @@ class Resources:
     shared: int
 
 
-def inspected(file: Path, option: str) -> str | None:
-    """Output of cuobjdump for a compiled kernel; None without cuobjdump.
-
-    "-sass" needs nvdisasm too (PyPI: nvidia-cuda-nvdisasm).
-    """
+def resources(file: Path) -> Resources | None:
+    """Resources of a compiled kernel; None without cuobjdump (PyPI: nvidia-cuda-cuobjdump)."""
     packaged = [str(Path(root) / "nvidia" / "cu13" / "bin") for root in sys.path]
     path = os.pathsep.join([os.environ.get("PATH", ""), *packaged])
     tool = shutil.which("cuobjdump", path=path)
@@ -372,17 +369,8 @@ def inspected(file: Path, option: str) -> str | None:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(content[start:])
         cubin.flush()
-        command = [tool, option, cubin.name]
-        return subprocess.run(
-            command, check=True, capture_output=True, text=True, env={**os.environ, "PATH": path}
-        ).stdout
-
-
-def resources(file: Path) -> Resources | None:
-    """Resources of a compiled kernel; None without cuobjdump (PyPI: nvidia-cuda-cuobjdump)."""
-    text = inspected(file, "-res-usage")
-    if text is None:
-        return None
+        command = [tool, "-res-usage", cubin.name]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     (numbers,) = re.findall(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)", text)
     return Resources(*map(int, numbers))
 
