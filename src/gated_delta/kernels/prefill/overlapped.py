@@ -54,6 +54,8 @@ DEEP_STAGES = 4
 """Of what both parts of a chunk read."""
 NONE = 0xFFFFFFFF
 WORDS_BYTES = 32
+END_AT_ONCE, END_AFTER_ONE = -1, 0
+"""END_ITEM of a warpgroup that prepares no item or one. Its last item is -1 before its first."""
 
 
 class Word(enum.IntEnum):
@@ -264,14 +266,14 @@ class PrefillOverlapped(PrefillKernel):
         return cutlass.max(64 * size.chunk_blocks - prepared, 0)
 
     def end_before_scan(self, size):
-        """END_ITEM of a warpgroup that scans: 0, so that it first prepares an item, or -1: none.
+        """END_ITEM of a warpgroup that scans: it first prepares one item, or none.
 
         KDA's prepares one where the others have one each, GDN's where half a round would be
         missing.
         """
-        groups = PREPARING * size.sms
         missing = 2 * size.chunk_slots * self.missing_a_chunk(size) // 64
-        return cutlass.min((self.items(size) if self.channel else missing) // (groups + 1), 1) - 1
+        left = self.items(size) if self.channel else missing
+        return Int32(select_(left > PREPARING * size.sms, END_AFTER_ONE, END_AT_ONCE))
 
     def item_coord(self, args, item, terms_at, thread, lane):
         hv = item % args.size.chunk_blocks * args.size.block_heads

@@ -290,12 +290,11 @@ def rescale(state, v_absmax, state_scale, measure):
     """
     absmax, state_absmax = state_scale * v_absmax, Float32(0)
     low = Float32(0)  # an unmeasured state may be larger than the values
-    if measure | is_far_below(v_absmax, state_scale):
+    far_below = (v_absmax > 0) & (absmax < ABSMAX_FAR_BELOW)
+    if measure | far_below:
         state_absmax = accumulator_absmax(state)
         absmax = cute.math.max(absmax, state_absmax)
-        low = ptx.select(
-            is_far_below(v_absmax, state_scale), Float32(ABSMAX_HIGH), Float32(ABSMAX_LOW)
-        )
+        low = ptx.select(far_below, Float32(ABSMAX_HIGH), Float32(ABSMAX_LOW))
     if (absmax > ABSMAX_HIGH) | ((absmax < low) & (state_scale < MAX_SCALE)):
         new_scale = scale_of(v_absmax, state_absmax, state_scale)
         multiply(state, new_scale * inverse_power_of_2(state_scale))
@@ -331,11 +330,6 @@ def scale_of(v_absmax, state_absmax, state_scale):
     )
     scale = cute.math.min(of_values, of_state) * highest
     return cute.math.max(cute.math.min(scale, Float32(MAX_SCALE)), Float32(MIN_SCALE))
-
-
-def is_far_below(v_absmax, state_scale):
-    """Whether a chunk has values, all of them far below the range."""
-    return (v_absmax > 0) & (state_scale * v_absmax < ABSMAX_FAR_BELOW)
 
 
 def accumulator_absmax(accumulator):
