@@ -248,7 +248,8 @@ class PrefillOverlapped(PrefillKernel):
         """Thread 0: the warpgroup's words, with its first item."""
         size = args.size
         prepares_on = (group >= self.scanning) & (self.missing_a_chunk(size) > 0)
-        end = Int32(select_(prepares_on, self.items(size), self.end_before_scan(size)))
+        end = Int32(select_(self.prepares_first(size), END_AFTER_ONE, END_AT_ONCE))
+        end = Int32(select_(prepares_on, self.items(size), end))
         end = select_(scans, end, self.items(size))
         worker.store(Word.END_ITEM, end)
         worker.store(Word.QUEUED_FROM, self.first_queued(size))
@@ -265,15 +266,13 @@ class PrefillOverlapped(PrefillKernel):
         prepared = self.prepared_a_chunk * self.preparing_ctas(size)
         return cutlass.max(64 * size.chunk_blocks - prepared, 0)
 
-    def end_before_scan(self, size):
-        """END_ITEM of a warpgroup that scans: it first prepares one item, or none.
+    def prepares_first(self, size):
+        """Whether a warpgroup that scans prepares an item before it.
 
-        KDA's prepares one where the others have one each, GDN's where half a round would be
-        missing.
+        KDA's does where the others have one each, GDN's where half a round would be missing.
         """
         missing = 2 * size.chunk_slots * self.missing_a_chunk(size) // 64
-        left = self.items(size) if self.channel else missing
-        return Int32(select_(left > PREPARING * size.sms, END_AFTER_ONE, END_AT_ONCE))
+        return (self.items(size) if self.channel else missing) > PREPARING * size.sms
 
     def item_coord(self, args, item, terms_at, thread, lane):
         hv = item % args.size.chunk_blocks * args.size.block_heads
