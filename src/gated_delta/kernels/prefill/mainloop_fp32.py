@@ -123,9 +123,9 @@ class MainloopFp32:
         v_absmax = self.wait_for_values(coord, next_pipe)
         if cutlass.const_expr(not self.releases_early):  # otherwise finish_chunk has waited
             self.products.wait(1 if self.has_outputs else 0)
-        # Before a new scale: where fp32 cannot hold all digits, it would show in a checkpoint.
-        checkpoint = self.store_if_due(args, coord, frag, next_pipe, state_scale, checkpoint)
         if cutlass.const_expr(self.deterministic):
+            # Before a new scale: where fp32 cannot hold all digits, it would show in a checkpoint.
+            checkpoint = self.store_if_due(args, coord, frag, next_pipe, state_scale, checkpoint)
             if next_pipe.chunk < coord.end_chunk:
                 state_scale = state.set_scale(frag.state, v_absmax, state_scale)
         else:
@@ -134,6 +134,8 @@ class MainloopFp32:
         state.to_fp16(frag.state, frag.state_fp16)
         if cutlass.const_expr(not self.releases_early):
             self.finish_chunk(coord, frag, pipe, o_scale)
+        if cutlass.const_expr(not self.deterministic):
+            checkpoint = self.store_if_due(args, coord, frag, next_pipe, state_scale, checkpoint)
         return state_scale, next_pipe, checkpoint
 
     @cute.jit
