@@ -338,7 +338,8 @@ class PrefillLaunch(TokensLaunch):
         """Position of final_state among the tensors."""
         N, H, HV, sms = tokens_of(a).num_sequences, a.q.shape[2], a.v.shape[2], plan.gpu.sms
         total, T = (a.q.shape[1], 0) if packed else (0, a.q.shape[1])
-        chunk_slots = max(-(-total // CHUNK) + N - 1 if packed else N * -(-T // CHUNK), 1)
+        # At least N: prepare, where it ranks the sequences, has a CTA for each.
+        chunk_slots = max(-(-total // CHUNK) + N - 1 if packed else N * -(-T // CHUNK), N, 1)
         kind, segments, _ = plan.schedule
         raw = kind in ("raw", "raw overlapped")
         rows = 128 if raw or kind == "fused" else 64
