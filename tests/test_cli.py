@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import glob
 import json
 import math
 import os
@@ -747,10 +748,15 @@ def test_ctrl_c_in_the_demo_keeps_what_was_shown(monkeypatch):
     assert "4 draft tokens" not in result.stdout
 
 
+def matching(pack, pattern):
+    """Files and folders; pathlib's glob raises where one that it searches vanishes."""
+    return [Path(path) for path in glob.glob(str(pack / pattern))]
+
+
 def wait_for(pack, pattern, count=1):
     """Wait for `count` files or folders that match, and return them."""
     deadline = time.monotonic() + 120
-    while len(paths := list(pack.glob(pattern))) < count:
+    while len(paths := matching(pack, pattern)) < count:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     return paths
@@ -773,7 +779,7 @@ def left_of(group, pack):
     """Processes of the group and scratch folders of the pack that remain after ten seconds."""
     deadline = time.monotonic() + 10
     while True:
-        left = alive(group) + [file for file in pack.glob("*/*") if file.is_dir()]
+        left = alive(group) + [file for file in matching(pack, "*/*") if file.is_dir()]
         if not left or time.monotonic() > deadline:
             return left
         time.sleep(0.05)
