@@ -151,24 +151,29 @@ def _tiles(w: WorkspaceShape) -> int:
 WORKSPACE = (
     # Of each chunk and head.
     Region("k_tiles", _tiles, "prepare", "scan, transitions, overlapped"),
-    Region("q_tiles", _tiles, "prepare", "scan, overlapped"),
+    Region("q_tiles", _tiles, "prepare", "scan, transitions, overlapped"),
     Region(
         "k_restored", lambda w: w.channel * _tiles(w), "prepare", "scan, transitions, overlapped"
     ),
-    Region("tinv_aqk", _head_chunks(2 * TRIANGLE_BYTES), "prepare", "every scan"),
+    Region("tinv_aqk", _head_chunks(2 * TRIANGLE_BYTES), "prepare", "every scan, transitions"),
     Region(
         "scales",
         lambda w: _head_chunks(RAW_SCALE_BYTES if w.raw else SCALE_BYTES)(w),
         "prepare",
-        "every scan",
+        "every scan, transitions",
     ),
     # Of the launch.
-    Region("sequence_order", lambda w: w.ranked * w.N * 4, "schedule, prepare", "every scan"),
+    Region(
+        "sequence_order",
+        lambda w: w.ranked * w.N * 4,
+        "schedule, prepare, prepare_raw",
+        "every scan, transitions",
+    ),
     Region(
         "counters",
         lambda w: 4 * (PREPARED + w.chunk_slots) if w.overlapped else 4 * w.queued,
-        "schedule, prepare",
-        "fused, scan_raw, overlapped",
+        "schedule, prepare_raw",
+        "prepare_raw, fused, scan_raw, overlapped",
     ),
     # Of each segment and head: M and B; initial states, then a flag a segment.
     Region(

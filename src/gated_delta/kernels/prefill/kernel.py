@@ -28,7 +28,7 @@ class PrefillKernel:
     arguments = (Pointers, Float32, Float32, Strides, Sizes)
     """Pointers, scale, the gate's lower bound, strides, sizes."""
     checkpoints = True
-    """False drops the arguments of checkpoints."""
+    """False drops the arguments of checkpoints: scans' and transitions'."""
     boxes: dict[str, hopper.SwizzledTile] = {}  # noqa: RUF012
     """TMA boxes by tensor; `args.maps` has the tensors' maps."""
     split = True

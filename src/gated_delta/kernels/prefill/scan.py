@@ -1,4 +1,4 @@
-"""prefill_scan: the scan by tiles, behind prefill_prepare. Any dtype; K, V of 64 or 128.
+"""prefill_scan: the scan by tiles, behind prefill_prepare. K of 64, 96, 128; V of 64, 128, 192.
 
 A CTA has 64 V rows of a head of one sequence, or of one of its segments, and two warpgroups. Warps
 0 and 1 load: thread 0 starts bulk copies of a chunk's tiles, both bring its values. Warps 2 and 3

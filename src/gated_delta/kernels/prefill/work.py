@@ -65,8 +65,9 @@ def store_zeros(args, work, o_at, row, step):
 
 
 class TileScheduler:
-    """Thread 0 publishes the CTA's work tiles in shared memory, one ahead, from a queue in memory.
+    """Thread 0 publishes the CTA's work tiles in shared memory, from a queue in memory.
 
+    The next one when its own role has finished the last: slower roles may be one tile behind.
     work: offset of two published tiles. ring: `full` has thread 0's arrival, `empty` all threads'.
     state_bytes: of a head's initial state, prefetched to L2 on the way.
     """
