@@ -45,8 +45,9 @@ class MainloopFp32:
     ):
         self.stages, self.channel, self.dtype = stages, stages.channel, dtype
         self.products = (Wgmma if levels.current().wgmma else MmaSync)(stages)
-        # Another warpgroup keeps the tensor cores busy, or nothing is left to wait for.
-        self.releases_early = stages.rows > state.WARPGROUP_ROWS or not self.products.asynchronous
+        # In front of the next rescale: another warpgroup keeps the tensor cores busy, or nothing is
+        # left to wait for.
+        self.epilogue_first = stages.rows > state.WARPGROUP_ROWS or not self.products.asynchronous
         self.states = state.States(state_dtype, K)
         self.has_outputs, self.deterministic = has_outputs, deterministic
         self.checkpoints = checkpoints
@@ -116,12 +117,12 @@ class MainloopFp32:
         at = scales_at + layout.GDN_SCALE_U
         u_scales = None if self.channel else state.load_columns(at, coord.thread, Float16)
         self.products.wait(0)
-        self.stages.release_early(coord, pipe)
+        self.stages.enter_late_part(coord, pipe)
         self.start_update(coord, frag, pipe, u_scales)
-        if cutlass.const_expr(self.releases_early):
+        if cutlass.const_expr(self.epilogue_first):
             self.finish_chunk(coord, frag, pipe, o_scale)
         v_absmax = self.wait_for_values(coord, next_pipe)
-        if cutlass.const_expr(not self.releases_early):  # otherwise finish_chunk has waited
+        if cutlass.const_expr(not self.epilogue_first):  # otherwise finish_chunk has waited
             self.products.wait(1 if self.has_outputs else 0)
         if cutlass.const_expr(self.deterministic):
             # Before a new scale: where fp32 cannot hold all digits, it would show in a checkpoint.
@@ -132,7 +133,7 @@ class MainloopFp32:
             measure = next_pipe.chunk % state.RESCALE_INTERVAL == 0
             state_scale = state.rescale(frag.state, v_absmax, state_scale, measure)
         state.to_fp16(frag.state, frag.state_fp16)
-        if cutlass.const_expr(not self.releases_early):
+        if cutlass.const_expr(not self.epilogue_first):
             self.finish_chunk(coord, frag, pipe, o_scale)
         if cutlass.const_expr(not self.deterministic):
             checkpoint = self.store_if_due(args, coord, frag, next_pipe, state_scale, checkpoint)

@@ -1,7 +1,7 @@
 """A chunk's stages in the shared memory of a scan by tiles, as rings.
 
 A stage has a chunk's tiles, Tinv, Aqk, scales and values. MMA warps call `wait`, `release_values`,
-`release_early`, `release` and `acquire_outputs`, in this order. Load warps arrive at `values`;
+`enter_late_part`, `release` and `acquire_outputs`, in this order. Load warps arrive at `values`;
 store warps wait for `outputs` and release `stored`.
 """
 
@@ -67,8 +67,8 @@ class TileStages:
     def release_values(self, coord, pipe):
         """Values are in registers, but their stage is released with all others."""
 
-    def release_early(self, coord, pipe):
-        """u is known, and the same stage has what follows."""
+    def enter_late_part(self, coord, pipe):
+        """u is known; the same stage has what follows."""
 
     def release(self, coord, pipe):
         """The chunk's operands have been read."""
@@ -122,7 +122,8 @@ class SplitStages:
     def release_values(self, coord, pipe):
         self.release_part(self.values, coord, 0)
 
-    def release_early(self, coord, pipe):
+    def enter_late_part(self, coord, pipe):
+        """Release the early part, wait for the late one."""
         self.release_part(self.ring, coord, pipe.stage)
         self.late.consumer_wait(coord.shared, pipe.stage, pipe.phase)
 
