@@ -107,7 +107,7 @@ class MainloopFp16:
                 state_scale, pipe, checkpoint = self.chunk(
                     args, coord, frag, pipe, state_scale, checkpoint
                 )
-        self.states.store_final(args, self.stored_rows(coord), frag.state, state_scale)
+        self.states.store_final(args, self.store_target(coord), frag.state, state_scale)
         # All lanes have read the box coordinates, which the next work tile overwrites: right in
         # front of that ptxas serialises wgmmas.
         cute.arch.sync_warp()
@@ -173,13 +173,13 @@ class MainloopFp16:
     def rows(self, coord):
         return state.state_coord(coord.group * ROWS, coord.thread)
 
-    def stored_rows(self, coord):
+    def store_target(self, coord):
         end_chunk = layout.num_chunks(active_tokens(coord.work))
-        return state.StoredRows(coord.work, self.rows(coord), end_chunk, Boolean(True))
+        return state.StoreTarget(coord.work, self.rows(coord), end_chunk, Boolean(True))
 
     def store_checkpoints(self, args, coord, frag, state_scale, chunk):
         """Store the state, before `chunk`, to its checkpoints. Returns the next ones' chunk."""
-        target = self.stored_rows(coord)
+        target = self.store_target(coord)
         return self.states.store_checkpoints(args, target, frag.state, state_scale, chunk)
 
     # ---------------------------------------------------------------------------- v

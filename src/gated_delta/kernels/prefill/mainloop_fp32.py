@@ -76,7 +76,7 @@ class MainloopFp32:
         state_scale = self.run(args, coord, frag, checkpoint)
         if cutlass.const_expr(self.recomputes):
             coord = coord._replace(thread=ptx.opaque(coord.thread))
-        self.states.store_final(args, self.stored_rows(args, coord), frag.state, state_scale)
+        self.states.store_final(args, self.store_target(args, coord), frag.state, state_scale)
 
     @cute.jit
     def run(self, args, coord, frag, checkpoint):
@@ -184,14 +184,14 @@ class MainloopFp32:
                 checkpoint = self.store_checkpoints(args, coord, frag, state_scale, checkpoint)
         return checkpoint
 
-    def stored_rows(self, args, coord):
+    def store_target(self, args, coord):
         # mma.sync leaves no registers for addresses: opaque, so that they are computed here.
         thread = coord.thread if self.products.asynchronous else ptx.opaque(coord.thread)
         rows = state.state_coord(coord.v_row, thread)
-        return state.StoredRows(coord.work, rows, coord.end_chunk, is_last(args, coord.work))
+        return state.StoreTarget(coord.work, rows, coord.end_chunk, is_last(args, coord.work))
 
     def store_checkpoints(self, args, coord, frag, state_scale, chunk):
-        target = self.stored_rows(args, coord)
+        target = self.store_target(args, coord)
         return self.states.store_checkpoints(args, target, frag.state, state_scale, chunk)
 
     def start_mma(self, accumulator, left, right, name, pipe, accumulate=False):

@@ -96,7 +96,7 @@ class QueueWorker(PersistentWorker):
         ptx.store_shared(self.words_at + word, Uint32(x))
 
     @cute.jit
-    def chunk_begun(self, args, coord, spare):
+    def take_next(self, args, coord, spare):
         """Count the last item, which waits for all stores of the SM, and take the next one."""
         if spare & (coord.lane == 0):
             scanned = ptx.load_relaxed(layout.counter_at(args, SCANNED))

@@ -69,8 +69,8 @@ class RawWorker(PersistentWorker):
         NamedBarrier.PREPARE.sync(WARPGROUP, self.group)
 
     @cute.jit
-    def chunk_begun(self, args, coord, spare):
-        """Count the last chunk, in the workspace since `inputs_loaded`, and find the next one."""
+    def take_next(self, args, coord, spare):
+        """Count the last chunk, in the workspace since `sync_inputs`, and find the next one."""
         if spare:
             chunk = self.load_next(coord.shared)
             is_late = chunk.item >= second_round_end(args.size)
@@ -79,7 +79,7 @@ class RawWorker(PersistentWorker):
             self.find_next(args, coord.shared, coord.lane, *following)
             self.prefetch_tokens(args, coord.shared)
 
-    def operands_read(self, args, coord):
+    def sync_and_load_ahead(self, args, coord):
         """Start the copies of the next chunk's tokens, load its beta and the gate's parameters."""
         self.sync()
         self.start_load_tokens(args, coord.shared, coord.subchunk == 1)

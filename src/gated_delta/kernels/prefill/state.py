@@ -204,7 +204,7 @@ def prefetch_initial_state(args, state_index, hv, size):
     ptx.bulk_prefetch_l2(at, size, exists)
 
 
-class StoredRows(NamedTuple):
+class StoreTarget(NamedTuple):
     """A lane's rows of a work tile's state, as they are stored."""
 
     work: NamedTuple
@@ -231,7 +231,7 @@ class States:
         load_rows(at, self.dtype, self.K, rows, resumed, state)
 
     def store_final(self, args, target, state, state_scale):
-        """target: StoredRows."""
+        """target: StoreTarget."""
         ptr, stride, work = args.ptr, args.stride, target.work
         stored = Int32(ptr.final_state != 0) & Int32(work.state_index >= 0) & Int32(target.is_last)
         at = ptr.final_state + offset(cutlass.max(work.state_index, 0), stride.final_state_p)

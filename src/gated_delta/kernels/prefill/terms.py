@@ -35,14 +35,14 @@ class Worker:
         """Barrier of the threads."""
         cute.arch.sync_threads()
 
-    def inputs_loaded(self, coord):
+    def sync_inputs(self, coord):
         """`sync`, when the thread has its inputs in shared memory."""
         self.sync()
 
-    def chunk_begun(self, args, coord, spare):
-        """After `inputs_loaded`. spare: the warp has the least to do up to the next `sync`."""
+    def take_next(self, args, coord, spare):
+        """After `sync_inputs`. spare: the warp has the least to do up to the next `sync`."""
 
-    def operands_read(self, args, coord):
+    def sync_and_load_ahead(self, args, coord):
         """KDA: `sync`; now the chunk's operands are free. Returns loads for `store_ahead`."""
         self.sync()
 
@@ -55,7 +55,7 @@ class PersistentWorker(Worker):
     """A warpgroup that prepares one chunk after another."""
 
     @cute.jit
-    def inputs_loaded(self, coord):
+    def sync_inputs(self, coord):
         # The last chunk's stores have long arrived: the wait takes no time.
         if coord.thread == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=False)

@@ -54,10 +54,10 @@ class GdnTerms:
         q, k = self.load_qk(args, coord)
         self.stage_gates(coord, gates)
         hopper.fence_async_proxy()
-        worker.inputs_loaded(coord)
+        worker.sync_inputs(coord)
         self.store_tiles(args, coord)
         kk, qk = self.inner_products(coord, q, k)
-        worker.chunk_begun(args, coord, coord.subchunk == 0)
+        worker.take_next(args, coord, coord.subchunk == 0)
         for i in cutlass.range(args.size.block_heads, unroll=1):
             if i % 4 == 0:
                 worker.sync()

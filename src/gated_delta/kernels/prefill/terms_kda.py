@@ -119,8 +119,8 @@ class KdaTerms:
                 self.decay_k_block(coord, inverse_norms, k_block, parameters, diagonal)
         else:
             self.clear_operands(coord)
-        worker.inputs_loaded(coord)
-        worker.chunk_begun(args, coord, coord.subchunk == 1)
+        worker.sync_inputs(coord)
+        worker.take_next(args, coord, coord.subchunk == 1)
         head = terms.HeadAddresses(*(coord.shared + x for x in (self.gates, self.tinv, self.aqk)))
         self.store_chunk_decays(args, coord)
         self.store_diagonal(coord, head, diagonal)
@@ -128,7 +128,7 @@ class KdaTerms:
         self.inverse.invert_diagonal(coord, head.gates)
         if cutlass.const_expr(self.raw):
             hopper.fence_async_proxy()  # TMA overwrites the operands
-        ahead = worker.operands_read(args, coord)
+        ahead = worker.sync_and_load_ahead(args, coord)
         self.inverse.invert_below(coord, head.tinv)
         if cutlass.const_expr(self.bound is not None):
             self.bound.add_tinv(coord, head.tinv)
