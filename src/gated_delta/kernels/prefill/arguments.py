@@ -32,9 +32,8 @@ MAX_RAW_SEQUENCES = 32
 CTA_QUEUE = 0  # work tiles taken (persistent CTAs), or CTAs that have started (overlapped)
 ITEM_QUEUE = 1  # overlapped: chunks of a head taken by the warpgroups that prepare
 SCANNED = 2  # overlapped: chunks that scanning CTAs have started
-PREPARED = (
-    16  # [chunk slots]: heads of the chunk that are prepared; polled, so on a line of its own
-)
+# [chunk slots]: heads of the chunk that are prepared; polled, so in other sectors than the queues.
+PREPARED = 16
 
 PrefillStrides = strides_type(
     "PrefillStrides",

@@ -226,7 +226,7 @@ class RawInputs:
     """TMA copies a chunk's tokens, a box per tensor, while the chunk before is inverted.
 
     K = 128, 16-bit g. Beta and the gate's parameters are loaded a chunk ahead too: the same warp
-    stores and reads them. coord has a further field, `iteration`: the warpgroup's count of chunks.
+    stores and reads them.
     """
 
     box = TILE

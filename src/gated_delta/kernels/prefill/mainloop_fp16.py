@@ -114,7 +114,7 @@ class MainloopFp16:
 
     @cute.jit
     def chunk(self, args, coord, frag, pipe, state_scale, checkpoint):
-        """A chunk, from S k on. Shared memory is read in front of each wait for a wgmma group.
+        """A chunk, from S k on. v and u's scales are read in front of the waits for wgmma groups.
 
         No wgmma group is in flight across the loop's back edge: ptxas would serialise every wgmma.
         """

@@ -9,8 +9,8 @@ A persistent CTA takes heads from the tile scheduler and scans all 128 V rows of
 
 Shared memory: three stages of tokens (q and k, decayed from the chunk's start, k_restored, scales);
 two of terms (Tinv, Aqk, v, later o). A stage of tokens is empty again when the MMA warpgroups have
-released it; chunk c's Tinv and Aqk are copied when chunk c + 1 gets its stage, so that the chunk
-before c is complete.
+released it; chunk c's Tinv and Aqk are copied when chunk c + 1 gets its stage of tokens: then chunk
+c - 2, which had c's stage of terms, is complete.
 """
 
 import enum
@@ -187,11 +187,12 @@ class PrefillScanRaw(PrefillKernel):
         lane, subchunk = thread % 32, thread // 32
         gate = self.load_gate(args, work, lane)
         chunks = layout.num_chunks(tokens)
+        # One turn past the last chunk, for the last one's Tinv and Aqk.
         for c in cutlass.range(self.terms.stage_of(group + before), chunks + 1, 2, unroll=1):
             stage, phase = self.tokens.locate(before + c)
             shared_at = ptx.opaque(shared)
-            # All warps wait: a warp that does not might take the phase of `full` of two chunks
-            # before for its own.
+            # All warps wait: a warp that does not might take the phase of `full` of six chunks
+            # before, in the same stage, for its own.
             self.wait_until_empty(shared_at, before + c)
             if subchunk == 0:
                 self.start_copies(args, work, shared, lane, c, chunks)

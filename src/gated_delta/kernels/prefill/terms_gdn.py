@@ -406,7 +406,7 @@ def load_block_decays(coord, own_at, factors):
 
 
 def decay_fused_diagonal(inverse, coord, aqk_at, kk, kq, factors, columns):
-    """The warp's diagonal blocks. Of a pair's two decays, there and back, one is at most 1."""
+    """The warp's diagonal blocks. exp2(-|difference|) decays between two tokens in either order."""
     own_kk, own_kq = (
         [[own_word(coord, words, i, j) for j in range(2)] for i in range(2)] for words in (kk, kq)
     )

@@ -81,7 +81,7 @@ class TileScheduler:
     def for_each_work(self, role, args, shared, thread, cta=None):
         """Run `role(work)` on each of the CTA's work tiles.
 
-        cta: its number, given to one warpgroup alone, whose thread 0 publishes: tile `cta` first,
+        cta: its number, given to the role of the CTA's thread 0, which publishes: tile `cta` first,
         then from the queue; without a queue every sms-th tile.
         """
         i = Int32(0)
