@@ -253,6 +253,17 @@ def test_verify_buffers_u_k_and_log_decay(axis):
             before = after
 
 
+def test_verify_only_reads_the_pool(axis):
+    """A pool that it could not write: an inference tensor, and one slot seen N times."""
+    with torch.inference_mode():
+        frozen = pool()
+    gd.verify(**tokens(axis=axis), state=frozen, buffer=buffer(axis=axis), backend="reference")
+    shared = pool()[:1].expand(N, -1, -1, -1)
+    version = shared._version
+    gd.verify(**tokens(axis=axis), state=shared, buffer=buffer(axis=axis), backend="reference")
+    assert shared._version == version
+
+
 # ----------------------------------------------------------------------------- NaN and infinities
 
 

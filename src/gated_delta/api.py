@@ -288,8 +288,8 @@ def flush(
     """Fold the first num_accepted draft tokens of `verify`'s buffer into the state, in place.
 
     state: [P, HV, V, K], or [L, P, HV, V, K] with an L-layer buffer: every layer in one call.
-    num_accepted: an int32 or int64 tensor [N], read on the device, or an int for all N; clamped to
-    between 0 and the number of buffered tokens. 0 leaves a state bit for bit as it was.
+    num_accepted: an int32 or int64 tensor [N], read on the device, or an int from 0 on for all N;
+    clamped to between 0 and the number of buffered tokens. 0 leaves a state bit for bit as it was.
     path: [N, W] int32 or int64, for drafts that are trees: the accepted tokens of sequence n are
     tokens path[n, 0], path[n, 1], ... of its row, ascending; num_accepted, then at most W, counts
     them. Behind `buffer_lens` tokens of the row, 0, 1, ... come first, then the accepted drafts'
@@ -314,7 +314,7 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Route:
     """The backend and kernel that `op` would use for these arguments, and why not the CuTe backend.
 
     op: "prefill", "decode", "verify" or "flush"; then that operation's own arguments.
-    Checks them as the operation does, raises what it would raise, and runs nothing.
+    Checks them as the operation does, values on the device apart, and runs nothing.
     """
     if not isinstance(op, str) or op not in ops.OPERATIONS:
         raise ValueError(f"op: expected one of {', '.join(ops.OPERATIONS)}, got {op!r}")

@@ -951,7 +951,8 @@ def decode_with_buffer(
             log_decay = x.log_decay[token][appended]
             buffer.log_decay[at] = log_decay.reshape(buffer.log_decay[at].shape)
         folded = [i for i, n in enumerate(active) if not appends[n]]
-        state[[slots[i] for i in folded]] = rounded(states[0, folded], state.dtype)
+        if folded:  # verify only reads the pool
+            state[[slots[i] for i in folded]] = rounded(states[0, folded], state.dtype)
 
 
 def decode(
