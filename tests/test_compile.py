@@ -182,6 +182,8 @@ def test_the_scheduled_ctas_of_decode_fit_on_an_sm(variant):
 
 WARPGROUP_ARRIVE = re.compile(rb"\xc5[\x09-\xf9]\0{6}")
 """Machine code, for sm_90a, of the fence in front of a group of wgmmas, with any predicate."""
+HGMMA = 0xDF0, 0x9F0
+"""The low 12 bits of a wgmma: its left operand in registers, in shared memory."""
 
 
 @needs_compiler
@@ -194,7 +196,12 @@ WARPGROUP_ARRIVE = re.compile(rb"\xc5[\x09-\xf9]\0{6}")
 def test_wgmmas_are_not_serialised(variant):
     """ptxas fences every wgmma silently: short of registers or unable to count groups in flight."""
     groups = {"prefill_fused": 6, "prefill_transitions": 3}.get(variant.kernel, 5)
-    assert len(WARPGROUP_ARRIVE.findall(compile.build(variant, "sm_90a").read_bytes())) == groups
+    code = compile.build(variant, "sm_90a").read_bytes()
+    fences = [fence.start() for fence in WARPGROUP_ARRIVE.finditer(code)]
+    assert len(fences) == groups
+    instructions = range(fences[0] % 16, len(code), 16)
+    opcodes = [int.from_bytes(code[at : at + 2], "little") & 0xFFF for at in instructions]
+    assert sum(opcodes.count(opcode) for opcode in HGMMA) > 5 * groups
 
 
 @needs_compiler

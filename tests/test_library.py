@@ -356,7 +356,8 @@ def test_a_compiled_call_refuses_to_lose_a_gradient(op, compiler, fullgraph):
 
     refused = f"{first} requires grad, .* no backward"
     error = Exception if fullgraph else gd.UnsupportedProblem
-    with pytest.raises(error, match=f"{refused}|in refuse_grad" if fullgraph else refused):
+    wrapped = fullgraph and torch.__version__.startswith("2.11.")
+    with pytest.raises(error, match="in refuse_grad" if wrapped else refused):
         step(torch.ones((), requires_grad=True))
 
 
