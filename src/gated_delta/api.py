@@ -19,10 +19,10 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from . import compile, ops
+from . import compile, dispatch, ops
 from .gpus import Gpu, gpu_of
 from .memory import Addresses, Placement, addresses
-from .ops.launch import REDESCRIBE, Operation, Plan
+from .ops.launch import REDESCRIBE, Launch, Operation, Plan
 from .problem import (
     BUFFER,
     LOG,
@@ -453,7 +453,7 @@ def run(op: Operation, *arguments: Any) -> Any:
     if route.backend == "reference" and a.backend == "auto" and a[0].device.type == "cuda":
         _warn_of_fallback()
     tensors = tuple(x for x in a[: len(op.tensors)] if x is not None)
-    new: Any = ReferenceCall() if route.plan is None else op.launch(route.problem, route.plan, a)
+    new: Any = ReferenceCall() if route.plan is None else _launch(op, route.problem, route.plan, a)
     written, vectors = (
         [getattr(a, name) for name in names] for names in (op.written(a), new.vectors)
     )
@@ -464,6 +464,15 @@ def run(op: Operation, *arguments: Any) -> Any:
         launch.placement.allow(addresses(tensors))
     result = new(tensors)
     return _on_reference(op, a) if result is ON_REFERENCE else result
+
+
+def _launch(op: Operation, problem: Problem, plan: Plan, a: Any) -> Launch:
+    """The operation's launch; an error for a missing kernel says what builds all of them."""
+    try:
+        return op.launch(problem, plan, a)
+    except compile.MissingKernel as error:
+        command = dispatch.how_to_build(plan.variants, plan.gpu)
+        raise UnsupportedProblem(f"{error.message}; {command}", error.missing) from None
 
 
 def _on_reference(op: Operation, a: Any) -> Any:

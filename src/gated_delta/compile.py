@@ -28,7 +28,7 @@ import tempfile
 import tokenize
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -286,12 +286,15 @@ def missing(variant: Variant, gpu: Gpu) -> tuple[str, ...]:
     return ()
 
 
-def load(variant: Variant, gpu: Gpu, needed: Sequence[Variant] = ()) -> Callable[..., None]:
+class MissingKernel(UnsupportedProblem):
+    """A kernel has no intact file and may not be compiled."""
+
+
+def load(variant: Variant, gpu: Gpu) -> Callable[..., None]:
     """The variant's launch function; compiles the variant if it has no intact file.
 
-    needed: variants that its caller loads too, for an error that names a command to build them all.
-    Raises UnsupportedProblem if it would have to compile in strict mode (GATED_DELTA_JIT=0), and
-    the errors of `build`.
+    Raises MissingKernel if it would have to compile in strict mode (GATED_DELTA_JIT=0), and the
+    errors of `build`.
     """
     key = (variant, gpu.arch, gpu.major, str(directory()))
     function = _loaded.get(key)
@@ -304,13 +307,8 @@ def load(variant: Variant, gpu: Gpu, needed: Sequence[Variant] = ()) -> Callable
                 reason = f"no compiled kernel for {gpu} in {directory()}"
                 if file is not None:
                     reason = f"{file} is damaged, renamed or of an older format"
-                from .dispatch import how_to_build
-
-                raise UnsupportedProblem(
-                    f"GATED_DELTA_JIT=0 or no compiler, and {reason}; "
-                    f"{how_to_build([variant, *needed], gpu)}",
-                    (variant.label,),
-                )
+                message = f"GATED_DELTA_JIT=0 or no compiler, and {reason}"
+                raise MissingKernel(message, (variant.label,))
             for other in directory().glob(f"*/{file_name(variant, gpu.arch)}"):
                 if not runs_kernels_of(other.parent.name):
                     _warn_of_unused(other.parent)

@@ -69,9 +69,11 @@ def load(calls: Sequence[Call], device: torch.device, others: Sequence[Call] = (
     missing: dict[str, str] = {}
     for variant in variants:
         try:
-            compile.load(variant, gpu, wanted)
+            compile.load(variant, gpu)
+        except compile.MissingKernel as error:
+            missing[variant.label] = f"{error.message}; {dispatch.how_to_build(wanted, gpu)}"
         except UnsupportedProblem as error:
-            missing[variant.label] = str(error).partition("\n")[0]
+            missing[variant.label] = error.message
     if missing:
         reason = f"{len(missing)} of the {len(variants)} kernels that this engine needs are missing"
         raise UnsupportedProblem(f"{reason}: {next(iter(missing.values()))}", tuple(missing))
