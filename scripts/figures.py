@@ -335,17 +335,17 @@ def prefill_rules() -> str:
     import torch
 
     from gated_delta.gpus import H200
-    from gated_delta.ops import prefill, prefill_schedule
+    from gated_delta.ops import prefill_schedule
     from gated_delta.problem import Problem
 
     rows = {}
     for number, rule in enumerate(prefill_schedule.RULES, 1):
-        axis = "channel" if "raw" in rule.kind else "head"
+        axis = "channel" if rule.kind.raw else "head"
         facts = dict(dtype=torch.bfloat16, g_dtype=torch.bfloat16, state_dtype=torch.float32)
         problem = Problem("prefill", axis, 1, 1, 128, 128, gate="softplus", **facts)
-        variants = prefill.variants_of(problem, rule.kind, True, H200)
+        variants = rule.kind.variants(problem, True, H200)
         names = [variant.kernel.removeprefix("prefill_") for variant in variants]
-        rows[str(number)] = [rule.kind, rule.condition, ", ".join(names), rule.figure]
+        rows[str(number)] = [rule.kind.name, rule.condition, ", ".join(names), rule.figure]
     return table("", "schedule", "if", "kernels", "figure", rows=rows)
 
 

@@ -1,17 +1,19 @@
 """Calls and checks for tests of compiled kernels, on a GPU and emulated."""
 
 import contextlib
+from unittest import mock
 
 import pytest
 import torch
 
 import gated_delta as gd
 from gated_delta import compile
-from gated_delta.gpus import gpu_of
+from gated_delta.call_cache import CallCache
+from gated_delta.gpus import H200, gpu_of
 from gated_delta.kernels.prefill.arguments import CHUNK, PrefillPointers
 from gated_delta.ops import PREFILL
 from gated_delta.ops import prefill as host
-from gated_delta.ops.prefill_schedule import Schedule
+from gated_delta.ops.prefill_schedule import KINDS, Schedule
 
 needs_compiler = pytest.mark.skipif(
     compile.installed(compile.COMPILER) is None or compile.missing_packages() != (),
@@ -130,10 +132,36 @@ def prefill_path(path, sms=None):
     A call that has no kernels for it takes tiles. On 3 SMs persistent CTAs scan several heads, and
     prepare's CTAs take all value heads of a k head.
     """
-    schedule = Schedule("segments", path) if isinstance(path, int) else Schedule(path)
+    schedule = scheduled_by("segments", path) if isinstance(path, int) else scheduled_by(path)
     if sms is None and (path in PERSISTENT or path == 4):
         sms = 3
-    return PREFILL.scheduled(schedule, Schedule("tiles"), sms=sms)
+    return scheduled(schedule, scheduled_by("tiles"), sms=sms)
+
+
+def scheduled_by(kind, segments=1):
+    """A schedule of the kind with this name."""
+    return Schedule(next(x for x in KINDS if x.name == kind), segments)
+
+
+@contextlib.contextmanager
+def scheduled(*schedules, sms=None):
+    """Every prefill in the block takes the first of these schedules whose kernels it has.
+
+    sms: of the GPU, as the schedule and the kernels' sizes have it.
+    """
+
+    def plan(problem, sequences, tokens, max_seqlen=None, *, gpu=H200):
+        gpu = gpu._replace(sms=sms or gpu.sms)
+        for schedule in schedules:
+            if schedule.kind.supports(problem, sequences, gpu):
+                return host.plan_of(schedule, problem, sequences, gpu)
+        raise AssertionError(f"no kernels for {problem.label} by {schedules}")
+
+    with (
+        mock.patch.object(PREFILL, "plan", plan),
+        mock.patch.object(PREFILL, "calls", CallCache()),
+    ):
+        yield
 
 
 def workspace_after(run, monkeypatch):

@@ -1,7 +1,14 @@
-"""The import is fast and loads neither CUDA nor a kernel compiler."""
+"""The import is fast and loads neither CUDA nor a kernel compiler; imports go one way."""
 
+import ast
+import functools
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
+
+SOURCES = Path(__file__).parents[1] / "src"
 
 
 def run(code):
@@ -30,6 +37,89 @@ def test_import_loads_no_heavy_package():
     assert not heavy & {name.partition(".")[0] for name in new}
     assert "gated_delta.api" in new
     assert "gated_delta.bench" not in new
+
+
+@functools.cache
+def imports():
+    """Modules of the package, each with those that it imports, inside functions too."""
+    files = {
+        ".".join(f.relative_to(SOURCES).with_suffix("").parts).removesuffix(".__init__"): f
+        for f in SOURCES.rglob("*.py")
+    }
+    graph = {}
+    for name, file in files.items():
+        package = name if file.name == "__init__.py" else name.rpartition(".")[0]
+        graph[name] = set()
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                base = package.rsplit(".", node.level - 1)[0] if node.level else ""
+                module = ".".join(filter(None, (base, node.module)))
+                submodules = {f"{module}.{x.name}" for x in node.names} & set(files)
+                graph[name] |= submodules or {module} & set(files)
+            elif isinstance(node, ast.Import):
+                graph[name] |= {x.name for x in node.names} & set(files)
+        graph[name] -= {name}
+    return graph
+
+
+def reached(name, graph):
+    """The modules that importing one brings in, itself among them only by a circle."""
+    modules, unread = set(), [name]
+    while unread:
+        new = graph[unread.pop()] - modules
+        modules |= new
+        unread += new
+    return modules
+
+
+def test_imports_go_one_way():
+    graph = imports()
+    assert len(graph) > 80
+    assert not [name for name in graph if name in reached(name, graph)]
+
+
+def test_a_circle_of_imports_is_noticed():
+    graph = imports() | {"gated_delta.problem": {"gated_delta.dispatch"}}
+    assert "gated_delta.problem" in reached("gated_delta.problem", graph)
+
+
+@pytest.mark.parametrize(
+    ("low", "high"),
+    [
+        ("problem", "compile ops dispatch api kernels"),
+        ("memory", "compile ops dispatch api kernels"),
+        ("reference", "compile ops dispatch api kernels"),
+        ("kernels", "compile ops dispatch api reference"),
+        ("compile", "ops dispatch api reference"),
+        ("ops", "dispatch api"),
+        ("dispatch", "api"),
+        ("api", "integrations testing cli bench"),
+    ],
+)
+def test_a_floor_imports_no_floor_above_it(low, high):
+    def is_in(name, floors):
+        return name.removeprefix("gated_delta.").partition(".")[0] in floors.split()
+
+    graph = imports()
+    for name in (x for x in graph if is_in(x, low)):
+        assert not [x for x in reached(name, graph) if is_in(x, high)], name
+
+
+def test_only_compiling_imports_a_compiler():
+    """Outside kernels/, whose argument and layout files are free of it."""
+    graph = imports()
+    compiled = {
+        name for name in graph if name.startswith("gated_delta.kernels") and "cutlass" in text(name)
+    }
+    assert len(compiled) > 30
+    for name, others in graph.items():
+        if not name.startswith("gated_delta.kernels") and name != "gated_delta.compile":
+            assert not others & compiled, name
+
+
+def text(name):
+    path = SOURCES / Path(*name.split("."))
+    return (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
 
 
 def test_the_public_names():

@@ -16,10 +16,10 @@ from gated_delta.kernels import arguments
 from gated_delta.kernels.arguments import ABSENT, BF16, FP16, FP32
 from gated_delta.kernels.prefill import arguments as prefill_arguments
 from gated_delta.kernels.prefill.arguments import CHUNK
-from gated_delta.ops import OPERATIONS
+from gated_delta.ops import OPERATIONS, prefill_kinds
 from gated_delta.ops import launch as shared
 from gated_delta.ops import prefill as on_host
-from gated_delta.ops.prefill_schedule import KINDS, supports
+from gated_delta.ops.prefill_schedule import KINDS
 from gated_delta.problem import BUFFER, Problem
 from gpu import prefill_path
 from kernel_calls import (
@@ -766,8 +766,8 @@ def test_few_ctas_of_prepare_share_value_heads(launches, axis):
         (64, 2, 2, 1),
         (64, 1, 7, 7),
     ):
-        assert on_host.prepare_heads(H, HV, T // 64, "tiles", 132) == heads
-        assert on_host.prepare_heads(H, HV, T // 64, "overlapped", 132) == HV // H
+        assert on_host.prepare_heads(H, HV, T // 64, prefill_kinds.TILES, 132) == heads
+        assert on_host.prepare_heads(H, HV, T // 64, prefill_kinds.OVERLAPPED, 132) == HV // H
     run("prefill", **prompts((1, 100), axis))
     assert (launches[0][-1].block_heads, launches[0][-1].chunk_blocks) == (1, 4)
 
@@ -892,9 +892,9 @@ def test_the_variants_of_a_prefill_are_those_of_its_schedules(axis):
     problem = prompt_problem(axis=axis)
     variants = dispatch.variants_of(problem)
     for kind in KINDS:
-        if supports(kind, problem):
+        if kind.supports(problem):
             for queued in (False, True):
-                assert set(on_host.variants_of(problem, kind, queued, H200)) <= set(variants)
+                assert set(kind.variants(problem, queued, H200)) <= set(variants)
     scans = ["overlapped", "fused" if axis == "head" else "scan_raw", "scan", "scan"]
     others = ["prepare", "prepare", "state_passing", "transitions", "schedule"]
     others += ["schedule" if axis == "head" else "prepare_raw"]

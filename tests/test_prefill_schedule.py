@@ -9,17 +9,17 @@ import torch
 from gated_delta.gpus import FORCED, H200
 from gated_delta.kernels.prefill import arguments
 from gated_delta.ops import PREFILL, prefill_schedule
+from gated_delta.ops.prefill_kinds import SEGMENTS, TILES
 from gated_delta.ops.prefill_schedule import (
     KINDS,
     RULES,
     Call,
-    Schedule,
     longest_of,
     rule_of,
     schedule_of,
-    supports,
 )
 from gated_delta.problem import Problem
+from gpu import scheduled, scheduled_by
 
 GDN, KDA = "head", "channel"
 
@@ -99,15 +99,17 @@ UNSUPPORTED += [
 @pytest.mark.parametrize(("kind", "axis", "changes"), UNSUPPORTED, ids=str)
 def test_kinds_without_kernels_for_a_problem(kind, axis, changes):
     facts = {name: x for name, x in changes.items() if name != "gpu"}
-    assert not supports(kind, problem(axis, (16, 32), **facts), gpu=changes.get("gpu", H200))
+    gpu = changes.get("gpu", H200)
+    assert not scheduled_by(kind).kind.supports(problem(axis, (16, 32), **facts), gpu=gpu)
     for lengths in ((64,), (8192,), (4096,) * 2, (1024,) * 8, (300,) * 40):
         for heads in ((2, 2), (16, 32), (64, 64)):
-            assert planned(axis, heads, lengths, **changes).kind != kind
+            assert planned(axis, heads, lengths, **changes).kind.name != kind
 
 
 def test_a_scan_of_raw_tokens_overlaps_with_32_sequences_at_most():
-    assert supports("raw overlapped", problem(KDA, (2, 2)), 32)
-    assert not supports("raw overlapped", problem(KDA, (2, 2)), 33)
+    kind = scheduled_by("raw overlapped").kind
+    assert kind.supports(problem(KDA, (2, 2)), 32)
+    assert not kind.supports(problem(KDA, (2, 2)), 33)
 
 
 def test_schedules_fit_the_gpu():
@@ -122,13 +124,13 @@ def test_schedules_fit_the_gpu():
         gpu = rng.choice((H200, H200, FORCED["sm_90"], FORCED["sm_86"]))._replace(sms=sms)
         schedule = planned(axis, heads, lengths, *options, gpu=gpu)
         kinds.add((gpu.level, schedule.kind))
-        assert supports(schedule.kind, problem(axis, heads, *options), len(lengths), gpu)
-        if schedule.kind == "segments":
+        assert schedule.kind.supports(problem(axis, heads, *options), len(lengths), gpu)
+        if schedule.kind.segmented:
             least = 4 if gpu.level == "sm_90a" else 2
             assert least <= schedule.segments <= sms // (2 * heads[1] * len(lengths))
         else:
             assert schedule.segments == 1
-    by_level = {"sm_90a": KINDS, "sm_90": ("tiles", "segments"), "sm_80": ("tiles", "segments")}
+    by_level = {"sm_90a": KINDS, "sm_90": (TILES, SEGMENTS), "sm_80": (TILES, SEGMENTS)}
     assert kinds == {(level, kind) for level, kinds in by_level.items() for kind in kinds}
 
 
@@ -152,7 +154,7 @@ def test_explain_prints_the_rule():
 
 
 def test_a_prompt_of_no_tokens_takes_tiles():
-    assert rule_of(Call(problem(GDN, (2, 4)), 0, 0, 0, H200)).kind == "tiles"
+    assert rule_of(Call(problem(GDN, (2, 4)), 0, 0, 0, H200)).kind.name == "tiles"
 
 
 def test_unknown_packed_lengths_count_as_uneven():
@@ -173,22 +175,21 @@ def plan(axis, **changes):
 
 
 def test_a_schedule_passed_in_is_taken_and_given_up():
-    schedules = Schedule("fused"), Schedule("raw"), Schedule("tiles")
-    with PREFILL.scheduled(*schedules):
-        assert plan(GDN).schedule.kind == "fused"
-        assert plan(KDA).schedule.kind == "raw"
-        assert plan(KDA, dtype=torch.float16).schedule.kind == "tiles"
-    assert plan(GDN).schedule.kind == "tiles"
-    with PREFILL.scheduled(Schedule("fused")), pytest.raises(ValueError, match="got fused"):
+    with scheduled(*map(scheduled_by, ("fused", "raw", "tiles"))):
+        assert plan(GDN).schedule.kind.name == "fused"
+        assert plan(KDA).schedule.kind.name == "raw"
+        assert plan(KDA, dtype=torch.float16).schedule.kind.name == "tiles"
+    assert plan(GDN).schedule.kind.name == "tiles"
+    with scheduled(scheduled_by("fused")), pytest.raises(AssertionError, match="no kernels"):
         plan(KDA)
 
 
 def test_a_number_of_sms_passed_in_is_taken_and_given_up():
     long = problem(GDN, (4, 8)), 1, 4096
-    with PREFILL.scheduled(Schedule("tiles"), sms=3):
+    with scheduled(scheduled_by("tiles"), sms=3):
         assert PREFILL.plan(*long).gpu == H200._replace(sms=3)
     assert PREFILL.plan(*long).gpu == H200
-    with PREFILL.scheduled(Schedule("tiles")):
+    with scheduled(scheduled_by("tiles")):
         assert PREFILL.plan(*long, gpu=FORCED["sm_86"]).gpu == FORCED["sm_86"]
 
 

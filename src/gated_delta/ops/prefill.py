@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import compile, reference
-from ..call_cache import CallCache
-from ..gpus import H200, KIB, Gpu
+from ..gpus import H200, Gpu
 from ..kernels.prefill.arguments import (
     CHUNK,
     PrefillPointers,
@@ -33,18 +30,8 @@ from .launch import (
     token_sizes,
     tokens_of,
 )
-from .prefill_schedule import (
-    KINDS,
-    RAW_SHARE,
-    Call,
-    Schedule,
-    longest_of,
-    schedule_of,
-    supports,
-)
-
-TWO_STAGES = 150 * KIB
-"""Shared memory for two stages: of state passing 148 KiB, of KDA's scan 137 KiB."""
+from .prefill_kinds import Kind
+from .prefill_schedule import KINDS, RAW_SHARE, Call, Schedule, longest_of, schedule_of
 
 MAX_PREPARE_CTAS = 2
 """CTAs of GDN's prepare per SM, up to which two share a q/k head's value heads, or four, ..."""
@@ -88,8 +75,6 @@ class Arguments(NamedTuple):
 
 class Prefill(Operation):
     name = "prefill"
-    forced: tuple[Schedule, ...] = ()
-    sms: int | None = None
     arguments = Arguments
     pointers = PrefillPointers
     may_write = ("out", "state", "final_state", "checkpoints")
@@ -204,34 +189,12 @@ class Prefill(Operation):
         gpu: Gpu = H200,
     ) -> Plan:
         longest = longest_of(problem, sequences, tokens, max_seqlen)
-        gpu = gpu._replace(sms=self.sms or gpu.sms)
-        call = Call(problem, sequences, tokens, longest, gpu)
-        schedule = schedule_of(call)
-        if self.forced:
-            schedules = [s for s in self.forced if supports(s.kind, problem, sequences, gpu)]
-            if not schedules:
-                kinds = ", ".join(s.kind for s in self.forced)
-                raise ValueError(
-                    f"scheduled: expected a kind with kernels for the call, got {kinds}"
-                )
-            schedule = schedules[0]
-        queued = call.heads > gpu.sms
-        return Plan(schedule, tuple(variants_of(problem, schedule.kind, queued, gpu)), gpu)
-
-    @contextlib.contextmanager
-    def scheduled(self, *schedules: Schedule, sms: int | None = None) -> Iterator[None]:
-        """Calls take the first of these schedules that supports them, on so many SMs, whatever the
-        rules say: for tests and measurements."""
-        before = self.calls, self.forced, self.sms
-        self.calls, self.forced, self.sms = CallCache(), schedules, sms
-        try:
-            yield
-        finally:
-            self.calls, self.forced, self.sms = before
+        schedule = schedule_of(Call(problem, sequences, tokens, longest, gpu))
+        return plan_of(schedule, problem, sequences, gpu)
 
     def variants(self, problem: Problem, gpu: Gpu = H200) -> list[compile.Variant]:
-        kinds = [kind for kind in KINDS if supports(kind, problem, gpu=gpu)]
-        variants = [x for kind in kinds for x in variants_of(problem, kind, True, gpu)]
+        kinds = [kind for kind in KINDS if kind.supports(problem, gpu=gpu)]
+        variants = [x for kind in kinds for x in kind.variants(problem, True, gpu)]
         return list(dict.fromkeys(variants))
 
     def shipped(
@@ -254,58 +217,21 @@ class Prefill(Operation):
         return PrefillLaunch(self, problem, plan, a)
 
 
-def prepare_heads(H: int, HV: int, chunk_slots: int, kind: str, sms: int) -> int:
+def plan_of(schedule: Schedule, problem: Problem, sequences: int, gpu: Gpu) -> Plan:
+    queued = schedule.kind.is_queued(sequences * problem.HV, gpu.sms)
+    return Plan(schedule, tuple(schedule.kind.variants(problem, queued, gpu)), gpu)
+
+
+def prepare_heads(H: int, HV: int, chunk_slots: int, kind: Kind, sms: int) -> int:
     """Value heads of a CTA of GDN's prepare."""
     heads = HV // H
     while (
-        kind != "overlapped"
+        not kind.overlapped
         and heads % 2 == 0
         and 2 * chunk_slots * (HV // heads) <= MAX_PREPARE_CTAS * sms
     ):
         heads //= 2
     return heads
-
-
-def has_windows(problem: Problem, kind: str) -> bool:
-    """Whether segments start from zeros, some chunks early, where gates forget."""
-    return kind == "segments" and problem.K == problem.V == 128
-
-
-def scan_stages(gpu: Gpu) -> int | None:
-    """Stages of a kernel by tiles, where they depend on the GPU; None: the kernel's default."""
-    if gpu.level == "sm_90a":
-        return None
-    return 2 if gpu.shared >= TWO_STAGES else 1
-
-
-def variants_of(problem: Problem, kind: str, queued: bool, gpu: Gpu) -> list[compile.Variant]:
-    """A schedule's kernels in launch order. queued: fused takes work from a queue."""
-    checkpoints: dict[str, Any] = dict(checkpoints="checkpoints" in problem.options)
-    if "deterministic" in problem.options:
-        # One variant with and without checkpoints: a prefix cache stores these anyway.
-        checkpoints = dict(checkpoints=True, deterministic=True)
-    variants: list[tuple[str, dict[str, Any]]] = []
-    if kind in ("overlapped", "raw overlapped") or (kind == "fused" and queued):
-        variants.append(("schedule", dict(overlapped=kind != "fused")))
-    gate = problem.facts("g_dtype", "gate", "qk_l2norm")
-    if kind in ("raw", "raw overlapped"):
-        variants.append(("prepare_raw", gate))
-        scan = problem.facts("g_dtype", "gate", "state_dtype")
-        variants.append(("scan_raw", scan | checkpoints))
-    elif kind in ("fused", "overlapped"):
-        axis = problem.facts("axis") if kind == "overlapped" else {}
-        variants.append((kind, axis | gate | problem.facts("state_dtype") | checkpoints))
-    else:
-        windows = dict(windows=has_windows(problem, kind))
-        variants.append(("prepare", problem.facts("axis", "K", "dtype") | gate | windows))
-        scan = problem.facts("axis", "K", "V", "dtype", "state_dtype")
-        count = scan_stages(gpu)
-        stages = {} if count is None else dict(stages=count)
-        if kind == "segments":
-            passing = dict(V=problem.V) | stages
-            variants += [("transitions", scan | stages), ("state_passing", passing)]
-        variants.append(("scan", scan | windows | checkpoints | stages))
-    return [compile.Variant(f"prefill_{name}", tuple(facts.items())) for name, facts in variants]
 
 
 def _final_shape(a: Arguments) -> tuple[int, ...]:
@@ -341,23 +267,20 @@ class PrefillLaunch(TokensLaunch):
         # At least N: prepare, where it ranks the sequences, has a CTA for each.
         chunk_slots = max(-(-total // CHUNK) + N - 1 if packed else N * -(-T // CHUNK), N, 1)
         kind, segments, _ = plan.schedule
-        raw = kind in ("raw", "raw overlapped")
-        rows = 128 if raw or kind == "fused" else 64
-        queued = raw or (kind == "fused" and N * HV > sms)  # noqa: SIM300
         self.workspace = lay_out_workspace(
             WorkspaceShape(
                 N=N,
                 HV=HV,
-                chunk_slots=0 if kind == "fused" else chunk_slots,
-                tile_heads=0 if raw else HV if channel else H,
+                chunk_slots=0 if kind.in_one_cta else chunk_slots,
+                tile_heads=0 if kind.raw else HV if channel else H,
                 channel=channel,
-                raw=raw,
+                raw=kind.raw,
                 segments=segments,
-                has_windows=has_windows(problem, kind),
+                has_windows=kind.has_windows(problem),
                 # CTAs that all run at once need no order, and a scan without one starts early.
-                ranked=packed and N * HV * segments * (problem.V // rows) > sms,
-                queued=queued,
-                overlapped=kind in ("overlapped", "raw overlapped"),
+                ranked=packed and N * HV * segments * (problem.V // kind.rows) > sms,
+                queued=kind.is_queued(N * HV, sms),
+                overlapped=kind.overlapped,
             )
         )
         final = a.state if pooled else a.final_state
@@ -380,7 +303,7 @@ class PrefillLaunch(TokensLaunch):
                 chunk_blocks=HV // heads,
                 segments=segments,
                 sms=sms,
-                scanning=min(N * HV, int(RAW_SHARE * sms)) if kind == "raw overlapped" else 0,
+                scanning=min(N * HV, int(RAW_SHARE * sms)) if kind.raw and kind.overlapped else 0,
                 checkpoints_per_sequence=0
                 if a.checkpoint_lens is None
                 else a.checkpoint_lens.shape[1],

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
-
-from ..gpus import H200, Gpu
-from ..kernels.prefill.arguments import CHUNK, MAX_RAW_SEQUENCES
+from ..gpus import Gpu
+from ..kernels.prefill.arguments import CHUNK
 from ..problem import Problem
+from .prefill_kinds import FUSED, OVERLAPPED, RAW, RAW_OVERLAPPED, SEGMENTS, TILES, Kind
 
 # Load imbalance: chunks of the longest sequence over the chunks of all heads per SM.
 MAX_IMBALANCE = 2.0
@@ -34,13 +33,13 @@ MIN_ROUNDS = 3  # of prepare's CTAs on all SMs, of KDA
 class Schedule(NamedTuple):
     """kind: the kernels. segments: of every sequence, scanned at once. rule: its condition."""
 
-    kind: str
+    kind: Kind
     segments: int = 1
     rule: str = ""
 
     @property
     def label(self) -> str:
-        return f"{self.segments} segments" if self.segments > 1 else self.kind
+        return f"{self.segments} segments" if self.segments > 1 else self.kind.name
 
     def __str__(self) -> str:
         return f"{self.label}: {self.rule}" if self.rule else self.label
@@ -99,7 +98,7 @@ class Call(NamedTuple):
 
 
 class Rule(NamedTuple):
-    kind: str
+    kind: Kind
     condition: str
     holds: Callable[[Call], bool]
     figure: str
@@ -108,7 +107,7 @@ class Rule(NamedTuple):
 
 RULES = (
     Rule(
-        "raw overlapped",
+        RAW_OVERLAPPED,
         f"KDA, long sequences, heads for {RAW_SHARE:.0%} of the SMs or less",
         lambda c: (
             c.heads <= RAW_SHARE * c.sms
@@ -118,13 +117,13 @@ RULES = (
         "64/64, 1 x 8192: 15 to 18 % faster than raw",
     ),
     Rule(
-        "raw",
+        RAW,
         "KDA, heads fill the SMs",
         lambda c: c.fills and c.imbalance <= MAX_IMBALANCE,
         "9 to 13 % faster than tiles; H100 19 to 28 %",
     ),
     Rule(
-        "fused",
+        FUSED,
         "GDN, heads fill the SMs, sequences of more than a chunk",
         lambda c: (
             c.fills
@@ -136,13 +135,13 @@ RULES = (
         "26 % faster than tiles",
     ),
     Rule(
-        "segments",
+        SEGMENTS,
         f"few heads, long sequences: SMs for {MIN_SEGMENTS} segments of each, 2 without wgmma",
         lambda c: c.segments >= (MIN_SEGMENTS if c.gpu.level == "sm_90a" else 2),
         "GDN 4/8, 1 x 8192: 50 to 85 us, in one segment 188",
     ),
     Rule(
-        "overlapped",
+        OVERLAPPED,
         f"one long sequence, CTAs of the scan on at most {SCAN_SHARE:.0%} of the SMs",
         lambda c: (
             c.sequences == 1
@@ -155,30 +154,9 @@ RULES = (
         ),
         "KDA 32/32, 1 x 8192: 228 us, tiles 290",
     ),
-    Rule("tiles", "all others", lambda c: True, ""),
+    Rule(TILES, "all others", lambda c: True, ""),
 )
-"""In order of priority; a rule's kind has to support the problem as well (`supports`)."""
-
-
-def supports(kind: str, problem: Problem, sequences: int = 1, gpu: Gpu = H200) -> bool:
-    """Whether there are kernels of that kind for the problem and so many sequences."""
-    deterministic = "deterministic" in problem.options
-    if kind == "tiles":
-        return True
-    if kind == "segments":  # segments change bits; rows of a CTA and where it is prepared do not
-        return not deterministic and {problem.K, problem.V} <= {64, 128}
-    if gpu.level != "sm_90a":  # wgmma and TMA
-        return False
-    # A variant of one kernel for all is one of prepare times one of scan: kept to the commonest.
-    if problem.dtype != torch.bfloat16 or not problem.K == problem.V == 128:
-        return False
-    if kind == "fused":
-        return problem.axis == "head" and not deterministic
-    if kind == "overlapped":  # three chunks of KDA with fp32 g exceed a CTA's shared memory
-        return problem.axis == "head" or problem.g_dtype != torch.float32
-    if kind == "raw overlapped" and sequences > MAX_RAW_SEQUENCES:
-        return False
-    return problem.axis == "channel" and problem.g_dtype != torch.float32 and not deterministic
+"""In order of priority; a rule's kind has to support the problem as well (`Kind.supports`)."""
 
 
 KINDS = tuple(rule.kind for rule in RULES)
@@ -188,13 +166,13 @@ def rule_of(call: Call) -> Rule:
     return next(
         rule
         for rule in RULES
-        if supports(rule.kind, call.problem, call.sequences, call.gpu) and rule.holds(call)
+        if rule.kind.supports(call.problem, call.sequences, call.gpu) and rule.holds(call)
     )
 
 
 def schedule_of(call: Call) -> Schedule:
     rule = rule_of(call)
-    return Schedule(rule.kind, call.segments if rule.kind == "segments" else 1, rule.condition)
+    return Schedule(rule.kind, call.segments if rule.kind.segmented else 1, rule.condition)
 
 
 def longest_of(problem: Problem, sequences: int, tokens: int, max_seqlen: int | None) -> int:
