@@ -43,7 +43,7 @@ PREFILL = (
     "prefill_prepare_raw",
     "prefill_scan_raw",
     "prefill_state_passing",
-    "prefill_schedule",
+    "prefill_rank",
     *PREPARE_AND_SCAN,
 )
 

@@ -738,7 +738,7 @@ def test_segments_of_64_channels_have_no_windows(launches):
 def test_fused_has_a_queue_where_ctas_take_several_heads(launches, N, queued):
     """Four heads per sequence, 132 SMs. Packed sequences are ranked then, too."""
     run("prefill", **prompts((N, 70)))
-    assert kernels_of(launches) == [*(["schedule"] if queued else []), "fused"]
+    assert kernels_of(launches) == [*(["rank"] if queued else []), "fused"]
     assert regions_of(launches) == ({"counters"} if queued else set())
     launches.clear()
     lens = dict(cu_seqlens=torch.arange(N + 1) * 70, max_seqlen=70)
@@ -777,7 +777,7 @@ def test_a_deterministic_prefill_has_one_scan_of_one_segment(launches, axis, kee
     """Other calls would have segments, or one kernel. Its variant always stores checkpoints."""
     packed = prompts((1, 200), axis) | dict(cu_seqlens=ints(0, 64, 200))
     for call, n, kernels in (
-        (prompts((1, 8192), axis), 1, ["schedule", "overlapped"]),
+        (prompts((1, 8192), axis), 1, ["rank", "overlapped"]),
         (packed, 2, ["prepare", "scan"]),
         (prompts((40, 70), axis), 40, ["prepare", "scan"]),
     ):
@@ -829,7 +829,7 @@ def test_the_schedule_reads_how_many_sms_the_gpu_has(launches, monkeypatch):
 
 def test_calls_that_differ_in_max_seqlen_are_planned_apart(launches):
     """Repeated calls too. One that is too small or too large counts as the nearest possible."""
-    many, fused, split = 34, ["schedule", "fused"], ["prepare", "scan"]
+    many, fused, split = 34, ["rank", "fused"], ["prepare", "scan"]
     call = prompts((1, many * 65)) | dict(cu_seqlens=torch.arange(many + 1) * 65)
     for _ in range(2):
         for max_seqlen, kernels in (
@@ -896,8 +896,8 @@ def test_the_variants_of_a_prefill_are_those_of_its_schedules(axis):
             for queued in (False, True):
                 assert set(kind.variants(problem, queued, H200)) <= set(variants)
     scans = ["overlapped", "fused" if axis == "head" else "scan_raw", "scan", "scan"]
-    others = ["prepare", "prepare", "state_passing", "transitions", "schedule"]
-    others += ["schedule" if axis == "head" else "prepare_raw"]
+    others = ["prepare", "prepare", "state_passing", "transitions", "rank"]
+    others += ["rank" if axis == "head" else "prepare_raw"]
     names = [variant.kernel.removeprefix("prefill_") for variant in variants]
     assert sorted(names) == sorted([*scans, *others])
     with_checkpoints = prompt_problem(axis=axis, options=frozenset({"checkpoints"}))

@@ -734,8 +734,8 @@ def test_decay_warps_without_their_wait_are_a_fault(path, tmp_path):
 def clearing(part):
     """A class that loads the next sequence's rows by TMA, its method that clears them, its axis."""
     from gated_delta.kernels.prefill.fused import PrefillFused
-    from gated_delta.kernels.prefill.inputs_kda import RawInputs
     from gated_delta.kernels.prefill.scan_raw import PrefillScanRaw
+    from gated_delta.kernels.prefill.terms.kda_inputs import RawInputs
 
     return {
         "fused": (PrefillFused, "clear_rows", "head"),

@@ -23,7 +23,7 @@ class Kind:
 
     name: str
     kernels: tuple[str, ...]
-    """In launch order; `variants` puts the kernel `schedule` in front where it is needed."""
+    """In launch order; `variants` puts the kernel `rank` in front where it is needed."""
     takes: Callable[[Problem], bool]
     """Whether its kernels take the problem, on a GPU that has their instructions."""
     hopper: bool = True
@@ -67,7 +67,7 @@ class Kind:
         facts = _facts(self, problem, gpu)
         names = self.kernels
         if self.overlapped or (self.in_one_cta and queued):
-            names = ("schedule", *names)
+            names = ("rank", *names)
         return [Variant(f"prefill_{name}", tuple(facts[name].items())) for name in names]
 
 
@@ -84,7 +84,7 @@ def _facts(kind: Kind, problem: Problem, gpu: Gpu) -> dict[str, dict[str, Any]]:
     stages = {} if count is None else dict(stages=count)
     scan = facts("axis", "K", "V", "dtype", "state_dtype")
     return {
-        "schedule": dict(overlapped=kind.overlapped),
+        "rank": dict(overlapped=kind.overlapped),
         "prepare": facts("axis", "K", "dtype") | gate | windows,
         "prepare_raw": gate,
         "transitions": scan | stages,

@@ -165,13 +165,13 @@ WORKSPACE = (
     Region(
         "sequence_order",
         lambda w: w.ranked * w.N * 4,
-        "schedule, prepare, prepare_raw",
+        "rank, prepare, prepare_raw",
         "every scan, transitions",
     ),
     Region(
         "counters",
         lambda w: 4 * (PREPARED + w.chunk_slots) if w.overlapped else 4 * w.queued,
-        "schedule, prepare_raw",
+        "rank, prepare_raw",
         "prepare_raw, fused, scan_raw, overlapped",
     ),
     # Of each segment and head: M and B; initial states, then a flag a segment.

@@ -6,7 +6,7 @@ Warpgroups, with registers of a thread:
 
     CONVERT     80   starts the TMA copies of raw k and q, makes them fp16 in place, finds norms
     PREPARE     96   gates, K K^T and K Q^T by wgmma, the system; Tinv, Aqk and scales of a chunk
-    MMA0, MMA1 168   64 V rows of the state each: mainloop_fp16.py
+    MMA0, MMA1 168   64 V rows of the state each: mainloop/fp16.py
 
 Shared memory: four stages of tokens (k and q, scales, norms) and two of terms (Tinv, Aqk, v, later
 o): a chunk's stage of terms is its tokens' modulo 2.
@@ -25,14 +25,15 @@ from cutlass.cutlass_dsl import select_
 from ..arguments import ABSENT
 from ..device import hopper, ptx
 from ..device.args import DTYPES, offset, qk_head
-from . import inverse, layout, terms, terms_gdn
+from . import layout
 from .arguments import CHUNK, SCALE_BYTES, TILE_BYTES
-from .inverse import GATE_BETA_K, GATE_BETA_K2, GATE_BYTES, GATE_CUMSUM
 from .kernel import PrefillKernel
 from .layout import Q_SCALE, SQUARE, D
-from .mainloop_fp16 import VALUES, MainloopFp16, Regions, add_term_regions, zero_outputs
-from .terms_gdn import NORM_K, NORM_Q
-from .work import TileScheduler, active_tokens
+from .mainloop.fp16 import VALUES, MainloopFp16, Regions, add_term_regions, zero_outputs
+from .mainloop.tile_scheduler import TileScheduler, active_tokens
+from .terms import gdn, inverse, worker
+from .terms.gdn import NORM_K, NORM_Q
+from .terms.inverse import GATE_BETA_K, GATE_BETA_K2, GATE_BYTES, GATE_CUMSUM
 
 # Registers of a thread that converts, prepares or multiplies: 65536 in all, with two MMA
 # warpgroups. With checkpoints ptxas serialises some variants' wgmmas unless they have these, by
@@ -227,7 +228,7 @@ class PrefillFused(PrefillKernel):
         """
         squares = sum_of_squares(words)
         inverse_norm = ptx.rsqrt_or_zero(squares)
-        norm = terms.norm_of(squares, inverse_norm, self.qk_l2norm)
+        norm = worker.norm_of(squares, inverse_norm, self.qk_l2norm)
         # The mantissa of 1 / |k| goes to the norm, the exponent to the row.
         bits = inverse_norm.bitcast(Uint32)
         norm = norm * (bits & Uint32(0x007FFFFF) | Uint32(0x3F800000)).bitcast(Float32)
@@ -276,7 +277,7 @@ class PrefillFused(PrefillKernel):
             coord.shared + at + self.full.stage_of(coord.slot) * SQUARE.bytes
             for at in (self.tinv, self.aqk)
         )
-        terms_gdn.decay_fused_products(self.inverse, coord, gates, aqk, kk, kq)
+        gdn.decay_fused_products(self.inverse, coord, gates, aqk, kk, kq)
         self.inverse.invert_diagonal(coord, gates)
         hopper.NamedBarrier.PREPARE.sync(hopper.WARPGROUP)
         self.inverse.invert_below_branch_free(coord, tinv)
@@ -286,7 +287,7 @@ class PrefillFused(PrefillKernel):
 
     def raw_gates(self, args, work, lane):
         """With addresses of g and beta of the sequence's token `lane`."""
-        parameters = terms_gdn.load_parameters(args, self.gate, work.hv)
+        parameters = gdn.load_parameters(args, self.gate, work.hv)
         g_at, beta_at = (
             layout.token_at(args, name, work.sequence, lane, work.hv) for name in ("g", "beta")
         )
@@ -313,12 +314,12 @@ class PrefillFused(PrefillKernel):
         for i in range(2):
             active = c * CHUNK + lane + 32 * i < gates.left
             g, beta = gates.raw[i], gates.raw[2 + i]
-            logs.append(terms_gdn.log2_decay(args, self.gate, g, gates.parameters, active))
-            betas.append(terms.activate_beta(args, beta, active))
+            logs.append(gdn.log2_decay(args, self.gate, g, gates.parameters, active))
+            betas.append(worker.activate_beta(args, beta, active))
         self.load_raw_gates(args, gates, c + GATE_CHUNKS, lane)
         at, total = self.gates_at(shared, c), Float32(0)
         for i, log in enumerate(logs):
-            cumsum = terms_gdn.cumulate(log, lane)
+            cumsum = gdn.cumulate(log, lane)
             ptx.store_shared_f32(at + (GATE_CUMSUM + lane + 32 * i) * 4, cumsum + total)
             ptx.store_shared_f32(at + (GATE_BETA_K + lane + 32 * i) * 4, betas[i])
             total = total + shuffle_sync(cumsum, offset=31)

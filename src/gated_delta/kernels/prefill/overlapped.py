@@ -27,14 +27,14 @@ from . import layout
 from .arguments import CTA_QUEUE, ITEM_QUEUE, SCANNED
 from .kernel import PrefillKernel
 from .layout import D
-from .mainloop_fp32 import MainloopFp32
-from .segments import scan_coord
-from .stages import LOAD_THREADS, SplitStages
-from .terms import NO_ITEM, PersistentWorker
-from .terms_gdn import GdnTerms
-from .terms_kda import KdaTerms
-from .tiles import TileCopies
-from .work import work_of
+from .mainloop.fp32 import MainloopFp32
+from .mainloop.load_store import TileCopies
+from .mainloop.pipeline import LOAD_THREADS, SplitStages
+from .mainloop.segments import scan_coord
+from .mainloop.tile_scheduler import work_of
+from .terms.gdn import GdnTerms
+from .terms.kda import KdaTerms
+from .terms.worker import NO_ITEM, PersistentWorker
 
 ROWS = 64  # V rows of a CTA that scans
 COPY_REGISTERS, MMA_REGISTERS = 104, 232  # of a thread that scans; of one that prepares, 168

@@ -3,7 +3,7 @@
 A CTA of 128 threads prepares a chunk of 64 tokens: GDN of a q/k head and all its value heads, or
 part of them where CTAs are few; KDA of a value head. A warp has a sub-chunk of 16 tokens. The
 workspace gets k and q tiles, Tinv and Aqk, in fp16 as wgmma reads them, and fp32 scales.
-docs/kernels/prefill.md has the algebra, terms_gdn.py and terms_kda.py the order of a chunk. The
+docs/kernels/prefill.md has the algebra, terms/gdn.py and terms/kda.py the order of a chunk. The
 kernel also ranks sequences for the scan.
 """
 
@@ -19,9 +19,9 @@ from ..device.args import DTYPES
 from ..device.hopper import WARP, WARPGROUP
 from .kernel import PrefillKernel
 from .layout import chunk_coord, find_sequence, load_chunk, rank_sequence
-from .terms import Worker
-from .terms_gdn import GdnTerms
-from .terms_kda import KdaTerms
+from .terms.gdn import GdnTerms
+from .terms.kda import KdaTerms
+from .terms.worker import Worker
 
 SHARED_BY_TWO = 80 * 1024
 """Bytes of shared memory that leave an SM room for two CTAs, not three."""

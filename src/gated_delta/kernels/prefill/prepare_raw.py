@@ -1,7 +1,7 @@
 """prefill_prepare_raw: KDA's intra-chunk terms for scan_raw: Tinv, Aqk and scales, no tiles.
 
 A persistent CTA has three warpgroups; each prepares one chunk after another, in the order of
-terms_kda.py. During the inverse TMA loads the next chunk's raw q, k and g, and the warps load its
+terms/kda.py. During the inverse TMA loads the next chunk's raw q, k and g, and the warps load its
 beta and the gate's parameters. Overlapped with scan_raw, the first chunks of all sequences come
 first, and a counter of each chunk counts its prepared heads. bf16 tokens, 16-bit g, K = 128.
 """
@@ -20,11 +20,11 @@ from ..device.args import DTYPES
 from ..device.hopper import WARP, WARPGROUP, NamedBarrier
 from . import layout
 from .arguments import CHUNK, CTA_QUEUE
-from .inputs_kda import RawInputs
 from .kernel import PrefillKernel
 from .layout import D
-from .terms import NO_ITEM, PersistentWorker
-from .terms_kda import KdaTerms
+from .terms.kda import KdaTerms
+from .terms.kda_inputs import RawInputs
+from .terms.worker import NO_ITEM, PersistentWorker
 
 GROUPS = 3
 """Warpgroups of a CTA."""
@@ -56,7 +56,7 @@ NEXT_CHUNK_BYTES = 32
 
 @dataclass(frozen=True)
 class RawWorker(PersistentWorker):
-    """A persistent warpgroup: the Worker of terms.py that loads its next chunk ahead.
+    """A persistent warpgroup: the Worker of terms/worker.py that loads its next chunk ahead.
 
     next_chunk: offset of a NextChunk in the warpgroup's shared memory. group: its number.
     """

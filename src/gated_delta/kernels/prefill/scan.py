@@ -2,7 +2,7 @@
 
 A CTA has 64 V rows of a head of one sequence, or of one of its segments, and two warpgroups. Warps
 0 and 1 load: thread 0 starts bulk copies of a chunk's tiles, both bring its values. Warps 2 and 3
-store outputs. The second warpgroup runs the MMAs with the state in registers: mainloop_fp32.py.
+store outputs. The second warpgroup runs the MMAs with the state in registers: mainloop/fp32.py.
 Three stages of shared memory, one or two on GPUs with less of it, each a chunk's tiles, Tinv, Aqk,
 scales, values and outputs.
 """
@@ -20,12 +20,12 @@ from ..device.hopper import WARPGROUP
 from .arguments import CHUNK
 from .kernel import PrefillKernel
 from .layout import D, init_shared
-from .mainloop_fp32 import MainloopFp32
-from .segments import add_window, in_place, scan_coord
-from .stages import LOAD_THREADS, make_stages
-from .state import load_rows, prefetch_initial_state, segment_state_at, state_coord
-from .tiles import TileCopies, has_values
-from .work import work_of
+from .mainloop.fp32 import MainloopFp32
+from .mainloop.load_store import TileCopies, has_values
+from .mainloop.pipeline import LOAD_THREADS, make_stages
+from .mainloop.segments import add_window, in_place, scan_coord
+from .mainloop.state import load_rows, prefetch_initial_state, segment_state_at, state_coord
+from .mainloop.tile_scheduler import work_of
 
 ROWS = 64  # V rows of a CTA
 STORE_THREADS = 64

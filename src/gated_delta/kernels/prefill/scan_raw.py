@@ -5,7 +5,7 @@ A persistent CTA takes heads from the tile scheduler and scans all 128 V rows of
 
     DECAY0, DECAY1  72  (64)   every second chunk each: start its TMA and bulk copies, then
                                overwrite q, k and g of the stage by right operands of wgmma
-    MMA0, MMA1     184 (192)   64 V rows of the state each: mainloop_fp16.py
+    MMA0, MMA1     184 (192)   64 V rows of the state each: mainloop/fp16.py
 
 Shared memory: three stages of tokens (q and k, decayed from the chunk's start, k_restored, scales);
 two of terms (Tinv, Aqk, v, later o). A stage of tokens is empty again when the MMA warpgroups have
@@ -25,11 +25,11 @@ from ..device import hopper, ptx
 from ..device.args import DTYPES, offset, qk_head
 from . import layout
 from .arguments import CHUNK, RAW_SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES
-from .inputs_kda import KdaGate, add_scaled
 from .kernel import PrefillKernel
 from .layout import LOG2_E, MIN_LOG_DECAY, RAW_STAGE_BYTES, SQUARE, SUBCHUNK, D
-from .mainloop_fp16 import VALUES, MainloopFp16, Regions, add_term_regions, zero_outputs
-from .work import TileScheduler, active_tokens
+from .mainloop.fp16 import VALUES, MainloopFp16, Regions, add_term_regions, zero_outputs
+from .mainloop.tile_scheduler import TileScheduler, active_tokens
+from .terms.kda_inputs import KdaGate, add_scaled
 
 # Registers of a thread that decays, and of one that multiplies. ptxas serialises the wgmmas of some
 # variants with other numbers: found by trying. The second pair: gates with parameters, checkpoints.

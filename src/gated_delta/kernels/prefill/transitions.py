@@ -23,10 +23,11 @@ from ..device.hopper import WARPGROUP
 from .arguments import STATE_BYTES
 from .kernel import PrefillKernel
 from .layout import D, head_number, init_shared, segment_flag_at, segment_number
-from .mainloop_fp32 import MainloopFp32
-from .segments import add_window, has_window, in_place, scan_coord, window_chunks
-from .stages import LOAD_THREADS, make_stages
-from .state import (
+from .mainloop.fp32 import MainloopFp32
+from .mainloop.load_store import TileCopies
+from .mainloop.pipeline import LOAD_THREADS, make_stages
+from .mainloop.segments import add_window, has_window, in_place, scan_coord, window_chunks
+from .mainloop.state import (
     WARPGROUP_ROWS,
     inverse_power_of_2,
     segment_of,
@@ -34,8 +35,7 @@ from .state import (
     state_coord,
     store_rows,
 )
-from .tiles import TileCopies
-from .work import work_of
+from .mainloop.tile_scheduler import work_of
 
 # With two MMA warpgroups: registers of a thread that loads, and of one that runs MMAs.
 LOAD_REGISTERS, MMA_REGISTERS = 40, 232

@@ -11,11 +11,11 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float16, Float32, Int32, Uint32
 from cutlass.cutlass_dsl import select_
 
-from ..device import hopper, ptx
-from ..device.args import offset
-from ..device.hopper import WARP
-from .arguments import CHUNK, STATE_BYTES
-from .layout import GDN_SCALE_S_Q, KDA_SCALE_STATE, D, head_number, segment_number
+from ...device import hopper, ptx
+from ...device.args import offset
+from ...device.hopper import WARP
+from ..arguments import CHUNK, STATE_BYTES
+from ..layout import GDN_SCALE_S_Q, KDA_SCALE_STATE, D, head_number, segment_number
 
 WARPGROUP_ROWS = 64  # V rows of an MMA warpgroup
 # Absmax of the scaled state and values: docs/kernels/prefill.md, "Precision and range".

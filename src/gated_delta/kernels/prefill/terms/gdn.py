@@ -9,12 +9,13 @@ from cutlass import Float16, Float32, Int32, Int64, Uint32
 from cutlass.cute.arch import shuffle_sync, shuffle_sync_bfly, shuffle_sync_up
 from cutlass.cutlass_dsl import select_
 
-from ..device import arithmetic, hopper, ptx
-from ..device.args import offset, qk_head
-from . import bound, layout, terms
-from .arguments import CHUNK, SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES
+from ...device import arithmetic, hopper, ptx
+from ...device.args import offset, qk_head
+from .. import layout
+from ..arguments import CHUNK, SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES
+from ..layout import K_BLOCKS, LOG2_E, SUBCHUNK, TILE
+from . import transition_bound, worker
 from .inverse import GATE_BETA_K, GATE_BETA_K2, GATE_BYTES, GATE_CUMSUM, Inverse, add_regions
-from .layout import K_BLOCKS, LOG2_E, SUBCHUNK, TILE
 
 NORM_Q, NORM_K, SQUARES_K = 0, CHUNK, 2 * CHUNK
 """First entries of the norms, fp32 [64] each: |q| times the scale, |k|; |k|**2, possibly inf."""
@@ -46,7 +47,7 @@ class GdnTerms:
     def addresses(self, coord, head):
         """Of a value head's terms: two buffers of Tinv and Aqk, gates of four heads."""
         tinv = coord.shared + (self.tinv_aqk + head % 2 * (2 * TRIANGLE_BYTES))
-        return terms.HeadAddresses(self.gates_at(coord, head), tinv, tinv + TRIANGLE_BYTES)
+        return worker.HeadAddresses(self.gates_at(coord, head), tinv, tinv + TRIANGLE_BYTES)
 
     @cute.jit
     def prepare(self, args, coord, worker):
@@ -74,7 +75,7 @@ class GdnTerms:
             self.inverse.invert_diagonal(coord, head.gates)
             worker.sync()
             self.inverse.invert_below(coord, head.tinv)
-            terms.store_terms(args, coord, coord.hv + i, head, worker)
+            worker.store_terms(args, coord, coord.hv + i, head, worker)
 
     @cute.jit
     def store_tiles(self, args, coord):
@@ -111,7 +112,7 @@ class GdnTerms:
         token = coord.token(i)
         active = token < coord.tokens
         q_at, k_at = (
-            terms.chunk_token_at(args, name, coord, token, h) + coord.quad_lane * 16
+            worker.chunk_token_at(args, name, coord, token, h) + coord.quad_lane * 16
             for name in "qk"
         )
         # Read once: evicted first, so that the scan's inputs stay in L2.
@@ -126,7 +127,7 @@ class GdnTerms:
         """|q|, times the scale, or |k| to shared memory. Returns 1 / the vector's length."""
         squares = self.sum_of_squares(vectors)
         inverse = ptx.rsqrt_or_zero(squares)
-        norm = terms.norm_of(squares, inverse, self.qk_l2norm)
+        norm = worker.norm_of(squares, inverse, self.qk_l2norm)
         if not is_k:
             norm = norm * args.scale
         norms = coord.shared + self.norms + coord.token(i) * 4
@@ -201,10 +202,10 @@ class GdnTerms:
         parameters, gates = load_parameters(args, self.gate, hv), []
         for token in (coord.thread // 4, coord.thread // 4 + 32):
             active = (token < coord.tokens) & (head < size.block_heads)
-            g_at = terms.chunk_token_at(args, "g", coord, token, hv)
+            g_at = worker.chunk_token_at(args, "g", coord, token, hv)
             g = ptx.load(self.g_dtype, g_at, active)
-            beta = terms.load_beta(args, coord, hv, token, active)
-            beta = terms.activate_beta(args, beta, active)
+            beta = worker.load_beta(args, coord, hv, token, active)
+            beta = worker.activate_beta(args, beta, active)
             gates.append((log2_decay(args, self.gate, g, parameters, active), beta))
         return gates
 
@@ -242,12 +243,12 @@ class GdnTerms:
             store_scales(at, token, cumsum, total, q_norm, k_norm, has_head)
             if self.windows:
                 squares = self.load_norm(coord, SQUARES_K, token)
-                growth = growth * bound.token_growth(beta_k * k_norm, squares)
+                growth = growth * transition_bound.token_growth(beta_k * k_norm, squares)
         if self.windows:
             for step in (1, 2, 4, 8, 16):
                 growth = growth * shuffle_sync_bfly(growth, offset=step)
             norm, is_first = growth * ptx.exp2(total), has_head & (coord.lane == 0)
-            bound.store_transition_norm(args, coord, coord.hv + i, norm, is_first)
+            transition_bound.store_transition_norm(args, coord, coord.hv + i, norm, is_first)
 
     def load_norm(self, coord, first, token):
         return ptx.load_shared_f32(coord.shared + self.norms + (first + token) * 4)
@@ -281,7 +282,7 @@ def store_scales(at, token, cumsum, total, q_norm, k_norm, condition):
     """A token's scales to the workspace."""
     decay = ptx.exp2(cumsum)
     scales = (layout.GDN_SCALE_S_K, k_norm * decay), (layout.GDN_SCALE_S_Q, decay)
-    terms.store_scales(at, token, (*scales, (layout.GDN_SCALE_O, q_norm)), condition)
+    worker.store_scales(at, token, (*scales, (layout.GDN_SCALE_O, q_norm)), condition)
     to_end = ptx.exp2(total - cumsum)
     ptx.store_if(Float16, at + layout.GDN_SCALE_U + token * 2, to_end, condition)
 
@@ -300,7 +301,7 @@ class RowFactors(NamedTuple):
 def load_factors(coord, gates_at):
     rows_at = gates_at + (GATE_CUMSUM + coord.token(0)) * 4
     rows = [ptx.load_shared_f32(rows_at + 32 * i) for i in range(2)]
-    beta_k2 = terms.load_beta_k2(coord, gates_at)
+    beta_k2 = worker.load_beta_k2(coord, gates_at)
     columns = [
         ptx.load_shared_f32x2(gates_at + (GATE_CUMSUM + 8 * j + 2 * coord.quad_lane) * 4)
         for j in range(8)

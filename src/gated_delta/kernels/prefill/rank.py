@@ -1,4 +1,4 @@
-"""prefill_schedule: in front of fused and of kernels that overlap prepare with a scan.
+"""prefill_rank: in front of fused and of kernels that overlap prepare with a scan.
 
 It ranks sequences by length, the longest first, and clears the counters.
 """
@@ -19,7 +19,7 @@ WARPS = 4  # a sequence each
 THREADS = WARPS * WARP
 
 
-class PrefillSchedule(PrefillKernel):
+class PrefillRank(PrefillKernel):
     """overlapped: whether each chunk has a counter of its own."""
 
     def __init__(self, overlapped: bool):

@@ -7,11 +7,11 @@ import cutlass.cute as cute
 from cutlass import Int32, Uint32
 from cutlass.cutlass_dsl import select_
 
-from ..device import ptx
-from ..device.args import offset
-from . import layout
-from .arguments import CTA_QUEUE
-from .layout import Sequence
+from ...device import ptx
+from ...device.args import offset
+from .. import layout
+from ..arguments import CTA_QUEUE
+from ..layout import Sequence
 from .state import prefetch_initial_state
 
 WORK_BYTES = 32

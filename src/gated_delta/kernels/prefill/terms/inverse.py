@@ -10,10 +10,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float16, Float32, Uint32
 
-from ..device import ptx
-from ..device.hopper import SwizzledTile
-from .arguments import CHUNK
-from .layout import SUBCHUNK
+from ...device import ptx
+from ...device.hopper import SwizzledTile
+from ..arguments import CHUNK
+from ..layout import SUBCHUNK
 
 ROUNDED_TOGETHER = 4
 """Tokens of forward substitution that are rounded at once: one by one is a longer chain."""

@@ -12,11 +12,11 @@ from cutlass import Float32, Int32
 from cutlass.cute.arch import shuffle_sync_up
 from cutlass.cutlass_dsl import select_
 
-from ..device import ptx
-from ..device.hopper import WARP
-from .layout import head_chunk, num_chunks
+from ...device import ptx
+from ...device.hopper import WARP
+from ..layout import head_chunk, num_chunks
 from .state import WARPGROUP_ROWS
-from .work import Work
+from .tile_scheduler import Work
 
 MAX_WINDOW, SHORT_WINDOW = 32, 4  # chunks of a window at most; where segments are shorter than this
 MAX_M = 2.0**-120  # of a window's M, below which it counts as 0

@@ -9,9 +9,9 @@ import cutlass.cute as cute
 from cutlass import Float16, Float32, Uint32
 from cutlass.cute.arch import shuffle_sync_bfly
 
-from ..device import arithmetic, ptx
-from .arguments import CHUNK
-from .layout import SUBCHUNK, D, head_chunk, triangle_offset
+from ...device import arithmetic, ptx
+from ..arguments import CHUNK
+from ..layout import SUBCHUNK, D, head_chunk, triangle_offset
 
 
 def store_transition_norm(args, coord, hv, norm, condition):

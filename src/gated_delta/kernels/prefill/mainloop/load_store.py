@@ -8,15 +8,15 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32
 
-from ..device import hopper, levels, ptx
-from ..device.args import offset
-from ..device.hopper import WARP
-from . import layout
-from .arguments import CHUNK, SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES
-from .layout import SUBCHUNK, TILE
-from .stages import LOAD_THREADS, SplitStages, square_bytes
+from ...device import hopper, levels, ptx
+from ...device.args import offset
+from ...device.hopper import WARP
+from .. import layout
+from ..arguments import CHUNK, SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES
+from ..layout import SUBCHUNK, TILE
+from .pipeline import LOAD_THREADS, SplitStages, square_bytes
 from .state import WARPGROUP_ROWS, packed_absmax
-from .work import store_zeros
+from .tile_scheduler import store_zeros
 
 PARTS = {
     "all": (("k", "q", "k_restored"), ("tinv", "aqk"), ("scales",)),

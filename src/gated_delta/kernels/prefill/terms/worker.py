@@ -11,12 +11,12 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cutlass_dsl import select_
 
-from ..arguments import ABSENT
-from ..device import arithmetic, hopper, ptx
-from ..device.hopper import WARPGROUP
-from .arguments import CHUNK, TRIANGLE_BYTES
+from ...arguments import ABSENT
+from ...device import arithmetic, hopper, ptx
+from ...device.hopper import WARPGROUP
+from ..arguments import CHUNK, TRIANGLE_BYTES
+from ..layout import SUBCHUNK, head_chunk, token_at
 from .inverse import GATE_BETA_K2
-from .layout import SUBCHUNK, head_chunk, token_at
 
 NO_ITEM = 0x7FFFFFFF
 """Number of the item, a chunk and head, after a persistent warpgroup's last one."""

@@ -10,11 +10,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Uint32
 
-from ..device import levels, ptx
-from ..device.hopper import WARP
-from . import layout, state
-from .arguments import CHUNK, SCALE_BYTES
-from .products import MmaSync, Wgmma
+from ...device import levels, ptx
+from ...device.hopper import WARP
+from .. import layout
+from ..arguments import CHUNK, SCALE_BYTES
+from . import state
+from .mma import MmaSync, Wgmma
 from .segments import is_last
 
 SCALES = (

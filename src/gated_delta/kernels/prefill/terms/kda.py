@@ -17,10 +17,11 @@ from cutlass import Float16, Float32, Int32, Int64, Uint32
 from cutlass.cute.arch import shuffle_sync
 from cutlass.cutlass_dsl import select_
 
-from ..device import hopper, ptx
-from . import bound, inputs_kda, inverse, layout, terms
-from .arguments import CHUNK, RAW_SCALE_BYTES, SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES
-from .layout import K_BLOCKS, LOG2_E, SUBCHUNK, TILE, D
+from ...device import hopper, ptx
+from .. import layout
+from ..arguments import CHUNK, RAW_SCALE_BYTES, SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES
+from ..layout import K_BLOCKS, LOG2_E, SUBCHUNK, TILE, D
+from . import inverse, kda_inputs, transition_bound, worker
 
 MAX_GROWTH = 116.0
 """log2 of the largest growth of right operands in a sub-chunk.
@@ -77,7 +78,7 @@ class KdaTerms:
     ):
         self.dtype, self.qk_l2norm = dtype, qk_l2norm
         self.raw, self.assume_tokens = raw, assume_tokens
-        self.gate = inputs_kda.KdaGate(gate, g_dtype)
+        self.gate = kda_inputs.KdaGate(gate, g_dtype)
         self.scale_bytes = RAW_SCALE_BYTES if raw else SCALE_BYTES
         smem = hopper.SharedMemory()
         k_operands, qk_operands = smem.add(TILE_BYTES), smem.add(2 * TILE_BYTES)
@@ -94,12 +95,12 @@ class KdaTerms:
         # Tinv overwrites operands that have been read, but not k_operands if TMA loads g there.
         self.tinv = regions.diagonals if raw else k_operands
         self.totals = smem.add(4 * D * 4)  # log decays of each sub-chunk, fp32
-        self.vectors = smem.add(4 * inputs_kda.VECTOR_BYTES)
+        self.vectors = smem.add(4 * kda_inputs.VECTOR_BYTES)
         self.gates = smem.add(inverse.GATE_BYTES)
-        self.regions = inputs_kda.InputRegions(k_operands, qk_operands, self.vectors, g_fp32)
+        self.regions = kda_inputs.InputRegions(k_operands, qk_operands, self.vectors, g_fp32)
         inputs = self.gate, K, self.regions
-        self.inputs = inputs_kda.RawInputs(*inputs, smem) if raw else inputs_kda.TileInputs(*inputs)
-        self.bound = bound.KdaTransitionBound(smem) if windows else None
+        self.inputs = kda_inputs.RawInputs(*inputs, smem) if raw else kda_inputs.TileInputs(*inputs)
+        self.bound = transition_bound.KdaTransitionBound(smem) if windows else None
         self.smem = smem
 
     @property
@@ -111,7 +112,7 @@ class KdaTerms:
         beta, parameters = self.inputs.load(args, coord)
         inverse_norms, squares = self.norms(coord)
         if cutlass.const_expr(not self.raw):  # now: during the norms its load arrives
-            beta = inputs_kda.activate_beta_bits(args, coord, beta)
+            beta = kda_inputs.activate_beta_bits(args, coord, beta)
         inverse_norms = self.store_norms(args, coord, inverse_norms, squares, beta)
         diagonal = new_blocks()
         if self.has_tokens(coord):
@@ -121,7 +122,7 @@ class KdaTerms:
             self.clear_operands(coord)
         worker.sync_inputs(coord)
         worker.take_next(args, coord, coord.subchunk == 1)
-        head = terms.HeadAddresses(*(coord.shared + x for x in (self.gates, self.tinv, self.aqk)))
+        head = worker.HeadAddresses(*(coord.shared + x for x in (self.gates, self.tinv, self.aqk)))
         self.store_chunk_decays(args, coord)
         self.store_diagonal(coord, head, diagonal)
         self.blocks_below(args, coord, head)
@@ -133,7 +134,7 @@ class KdaTerms:
         if cutlass.const_expr(self.bound is not None):
             self.bound.add_tinv(coord, head.tinv)
         worker.store_ahead(args, ahead)
-        terms.store_terms(args, coord, coord.hv, head, worker)
+        worker.store_terms(args, coord, coord.hv, head, worker)
         if cutlass.const_expr(self.bound is not None):
             self.bound.store(args, coord)
 
@@ -168,10 +169,10 @@ class KdaTerms:
         return coord.shared + self.totals + subchunk * (D * 4)
 
     def vectors_at(self, coord):
-        return coord.shared + self.vectors + coord.subchunk * inputs_kda.VECTOR_BYTES
+        return coord.shared + self.vectors + coord.subchunk * kda_inputs.VECTOR_BYTES
 
     def growth_at(self, coord):
-        return self.vectors_at(coord) + inputs_kda.GROWTH_ROW * 128
+        return self.vectors_at(coord) + kda_inputs.GROWTH_ROW * 128
 
     def scales_at(self, args, coord):
         return args.ptr.scales + layout.head_chunk(args, coord.slot, coord.hv) * self.scale_bytes
@@ -212,7 +213,7 @@ class KdaTerms:
         for i in range(2):
             token = coord.token(i)
             q_norm, k_norm = (
-                terms.norm_of(x, y, self.qk_l2norm)
+                worker.norm_of(x, y, self.qk_l2norm)
                 for x, y in zip(squares[i], inverse_norms[i], strict=True)
             )
             q_norm = q_norm * q_scale
@@ -221,7 +222,7 @@ class KdaTerms:
             ptx.store_shared_f32(at + inverse.GATE_BETA_K2 * 4, beta_k * k_norm)
             ptx.store_shared_f32(at + inverse.GATE_BETA_K * 4, beta_k)
             norms = (layout.KDA_SCALE_S_K, k_norm), (layout.KDA_SCALE_O, q_norm)
-            terms.store_scales(scales, token, norms, is_first)
+            worker.store_scales(scales, token, norms, is_first)
             if self.bound is not None:
                 ptx.store_shared_f32(coord.shared + self.bound.k_decayed + token * 4, k_norm)
         if not self.raw:
@@ -229,7 +230,7 @@ class KdaTerms:
         scaled = [[q * Float32(layout.Q_SCALE), k] for q, k in inverse_norms]
         for i, (q, k) in enumerate(scaled):
             inverses = (layout.RAW_SCALE_Q, q), (layout.RAW_SCALE_K, k)
-            terms.store_scales(scales, coord.token(i), inverses, is_first)
+            worker.store_scales(scales, coord.token(i), inverses, is_first)
         return scaled
 
     # ---------------------------------------------------------------------------- log decays
@@ -242,7 +243,7 @@ class KdaTerms:
         """
         total, bias = None, None
         if self.gate.gate != "log":
-            bias = ptx.load_shared_f32(inputs_kda.bias_at(coord, self.vectors, k_block))
+            bias = ptx.load_shared_f32(kda_inputs.bias_at(coord, self.vectors, k_block))
         for t, g in enumerate(self.inputs.load_g(coord, k_block)):
             log = self.gate.log2_decay(g, parameters, bias)
             log = ptx.fmax_nan(log, Float32(layout.MIN_LOG_DECAY * LOG2_E))
@@ -277,8 +278,8 @@ class KdaTerms:
         ]
         for b, total in enumerate(totals):
             earlier, later = (Float32(x) for x in (b < coord.subchunk, b > coord.subchunk))
-            before = inputs_kda.add_scaled(before, total, earlier)
-            after = inputs_kda.add_scaled(after, total, later)
+            before = kda_inputs.add_scaled(before, total, earlier)
+            after = kda_inputs.add_scaled(after, total, later)
         if self.raw:
             at = self.scales_at(args, coord) + layout.RAW_SCALE_TOTALS + coord.lane * 16
             for b in range(4):
@@ -389,7 +390,7 @@ class KdaTerms:
         cute.arch.sync_warp()
 
     def store_diagonal(self, coord, head, diagonal):
-        beta_k2 = terms.load_beta_k2(coord, head.gates)
+        beta_k2 = worker.load_beta_k2(coord, head.gates)
         for half, i, q_products, k_products in products_of(diagonal):
             system = [x * beta_k2[i] for x in k_products]
             self.inverse.store_system_diagonal(coord, i, half, system)
@@ -487,7 +488,7 @@ class KdaTerms:
     def store_block(self, coord, head, block, a, b):
         """Block (a, b) of the system and of Aqk."""
         coord = coord._replace(subchunk=a)
-        beta_k2 = terms.load_beta_k2(coord, head.gates)
+        beta_k2 = worker.load_beta_k2(coord, head.gates)
         for half, i, q_products, k_products in products_of(block):
             system = ptx.pack_x2(*(x * beta_k2[i] for x in k_products), Float16)
             self.inverse.store_system(coord, b, i, half, system)

@@ -15,11 +15,12 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Uint32
 from cutlass.cute.nvgpu import warpgroup
 
-from ..device import hopper, ptx
-from ..device.args import offset
-from . import layout, state
-from .arguments import CHUNK, SCALE_BYTES
-from .work import Work, active_tokens, store_zeros
+from ...device import hopper, ptx
+from ...device.args import offset
+from .. import layout
+from ..arguments import CHUNK, SCALE_BYTES
+from . import state
+from .tile_scheduler import Work, active_tokens, store_zeros
 
 ROWS = state.WARPGROUP_ROWS
 GROUPS = 2

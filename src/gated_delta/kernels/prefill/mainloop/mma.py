@@ -9,10 +9,10 @@ import cutlass.cute as cute
 from cutlass import Float16, Float32, Uint32
 from cutlass.cute.nvgpu import warpgroup
 
-from ..device import hopper, ptx
-from ..device.hopper import WARP
-from .arguments import CHUNK, TILE_BYTES, TRIANGLE_BYTES
-from .layout import SQUARE, TILE, D, triangle_offset, triangle_panel
+from ...device import hopper, ptx
+from ...device.hopper import WARP
+from ..arguments import CHUNK, TILE_BYTES, TRIANGLE_BYTES
+from ..layout import SQUARE, TILE, D, triangle_offset, triangle_panel
 from .state import Fragments, Operands, make_fragments, right_operands
 
 

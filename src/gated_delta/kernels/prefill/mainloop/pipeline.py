@@ -7,10 +7,10 @@ store warps wait for `outputs` and release `stored`.
 
 import cutlass.cute as cute
 
-from ..device import hopper, levels
-from ..device.hopper import WARP, WARPGROUP
-from .arguments import CHUNK, SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES
-from .layout import SQUARE
+from ...device import hopper, levels
+from ...device.hopper import WARP, WARPGROUP
+from ..arguments import CHUNK, SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES
+from ..layout import SQUARE
 from .state import WARPGROUP_ROWS
 
 LOAD_THREADS = 64  # two warps
