@@ -698,10 +698,10 @@ PATHS = [
     ("tiles", "prepare scan", TILES),
     (2, "prepare transitions state_passing scan", TILES | SEGMENTED | {"transition_norms"}),
     (7, "prepare transitions state_passing scan", TILES | SEGMENTED | {"transition_norms"}),
-    ("overlapped", "schedule overlapped", TILES | {"counters"}),
+    ("overlapped", "rank overlapped", TILES | {"counters"}),
     ("fused", "fused", set()),
     ("raw", "prepare_raw scan_raw", RAW),
-    ("raw overlapped", "schedule prepare_raw scan_raw", RAW),
+    ("raw overlapped", "rank prepare_raw scan_raw", RAW),
 ]
 
 

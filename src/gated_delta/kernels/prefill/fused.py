@@ -31,7 +31,7 @@ from .kernel import PrefillKernel
 from .layout import Q_SCALE, SQUARE, D
 from .mainloop.fp16 import VALUES, MainloopFp16, Regions, add_term_regions, zero_outputs
 from .mainloop.tile_scheduler import TileScheduler, active_tokens
-from .terms import gdn, inverse, worker
+from .terms import common, gdn, inverse
 from .terms.gdn import NORM_K, NORM_Q
 from .terms.inverse import GATE_BETA_K, GATE_BETA_K2, GATE_BYTES, GATE_CUMSUM
 
@@ -228,7 +228,7 @@ class PrefillFused(PrefillKernel):
         """
         squares = sum_of_squares(words)
         inverse_norm = ptx.rsqrt_or_zero(squares)
-        norm = worker.norm_of(squares, inverse_norm, self.qk_l2norm)
+        norm = common.norm_of(squares, inverse_norm, self.qk_l2norm)
         # The mantissa of 1 / |k| goes to the norm, the exponent to the row.
         bits = inverse_norm.bitcast(Uint32)
         norm = norm * (bits & Uint32(0x007FFFFF) | Uint32(0x3F800000)).bitcast(Float32)
@@ -315,7 +315,7 @@ class PrefillFused(PrefillKernel):
             active = c * CHUNK + lane + 32 * i < gates.left
             g, beta = gates.raw[i], gates.raw[2 + i]
             logs.append(gdn.log2_decay(args, self.gate, g, gates.parameters, active))
-            betas.append(worker.activate_beta(args, beta, active))
+            betas.append(common.activate_beta(args, beta, active))
         self.load_raw_gates(args, gates, c + GATE_CHUNKS, lane)
         at, total = self.gates_at(shared, c), Float32(0)
         for i, log in enumerate(logs):

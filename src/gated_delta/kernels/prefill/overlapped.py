@@ -32,9 +32,9 @@ from .mainloop.load_store import TileCopies
 from .mainloop.pipeline import LOAD_THREADS, SplitStages
 from .mainloop.segments import scan_coord
 from .mainloop.tile_scheduler import work_of
+from .terms.common import NO_ITEM, PersistentWorker
 from .terms.gdn import GdnTerms
 from .terms.kda import KdaTerms
-from .terms.worker import NO_ITEM, PersistentWorker
 
 ROWS = 64  # V rows of a CTA that scans
 COPY_REGISTERS, MMA_REGISTERS = 104, 232  # of a thread that scans; of one that prepares, 168

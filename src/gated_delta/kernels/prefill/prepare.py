@@ -19,9 +19,9 @@ from ..device.args import DTYPES
 from ..device.hopper import WARP, WARPGROUP
 from .kernel import PrefillKernel
 from .layout import chunk_coord, find_sequence, load_chunk, rank_sequence
+from .terms.common import Worker
 from .terms.gdn import GdnTerms
 from .terms.kda import KdaTerms
-from .terms.worker import Worker
 
 SHARED_BY_TWO = 80 * 1024
 """Bytes of shared memory that leave an SM room for two CTAs, not three."""

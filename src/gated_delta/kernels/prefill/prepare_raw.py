@@ -22,9 +22,9 @@ from . import layout
 from .arguments import CHUNK, CTA_QUEUE
 from .kernel import PrefillKernel
 from .layout import D
+from .terms.common import NO_ITEM, PersistentWorker
 from .terms.kda import KdaTerms
 from .terms.kda_inputs import RawInputs
-from .terms.worker import NO_ITEM, PersistentWorker
 
 GROUPS = 3
 """Warpgroups of a CTA."""
@@ -56,7 +56,7 @@ NEXT_CHUNK_BYTES = 32
 
 @dataclass(frozen=True)
 class RawWorker(PersistentWorker):
-    """A persistent warpgroup: the Worker of terms/worker.py that loads its next chunk ahead.
+    """A persistent warpgroup: the Worker of terms/common.py that loads its next chunk ahead.
 
     next_chunk: offset of a NextChunk in the warpgroup's shared memory. group: its number.
     """

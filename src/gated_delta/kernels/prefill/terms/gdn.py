@@ -14,7 +14,7 @@ from ...device.args import offset, qk_head
 from .. import layout
 from ..arguments import CHUNK, SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES
 from ..layout import K_BLOCKS, LOG2_E, SUBCHUNK, TILE
-from . import transition_bound, worker
+from . import common, transition_bound
 from .inverse import GATE_BETA_K, GATE_BETA_K2, GATE_BYTES, GATE_CUMSUM, Inverse, add_regions
 
 NORM_Q, NORM_K, SQUARES_K = 0, CHUNK, 2 * CHUNK
@@ -47,7 +47,7 @@ class GdnTerms:
     def addresses(self, coord, head):
         """Of a value head's terms: two buffers of Tinv and Aqk, gates of four heads."""
         tinv = coord.shared + (self.tinv_aqk + head % 2 * (2 * TRIANGLE_BYTES))
-        return worker.HeadAddresses(self.gates_at(coord, head), tinv, tinv + TRIANGLE_BYTES)
+        return common.HeadAddresses(self.gates_at(coord, head), tinv, tinv + TRIANGLE_BYTES)
 
     @cute.jit
     def prepare(self, args, coord, worker):
@@ -75,7 +75,7 @@ class GdnTerms:
             self.inverse.invert_diagonal(coord, head.gates)
             worker.sync()
             self.inverse.invert_below(coord, head.tinv)
-            worker.store_terms(args, coord, coord.hv + i, head, worker)
+            common.store_terms(args, coord, coord.hv + i, head, worker)
 
     @cute.jit
     def store_tiles(self, args, coord):
@@ -112,7 +112,7 @@ class GdnTerms:
         token = coord.token(i)
         active = token < coord.tokens
         q_at, k_at = (
-            worker.chunk_token_at(args, name, coord, token, h) + coord.quad_lane * 16
+            common.chunk_token_at(args, name, coord, token, h) + coord.quad_lane * 16
             for name in "qk"
         )
         # Read once: evicted first, so that the scan's inputs stay in L2.
@@ -127,7 +127,7 @@ class GdnTerms:
         """|q|, times the scale, or |k| to shared memory. Returns 1 / the vector's length."""
         squares = self.sum_of_squares(vectors)
         inverse = ptx.rsqrt_or_zero(squares)
-        norm = worker.norm_of(squares, inverse, self.qk_l2norm)
+        norm = common.norm_of(squares, inverse, self.qk_l2norm)
         if not is_k:
             norm = norm * args.scale
         norms = coord.shared + self.norms + coord.token(i) * 4
@@ -202,10 +202,10 @@ class GdnTerms:
         parameters, gates = load_parameters(args, self.gate, hv), []
         for token in (coord.thread // 4, coord.thread // 4 + 32):
             active = (token < coord.tokens) & (head < size.block_heads)
-            g_at = worker.chunk_token_at(args, "g", coord, token, hv)
+            g_at = common.chunk_token_at(args, "g", coord, token, hv)
             g = ptx.load(self.g_dtype, g_at, active)
-            beta = worker.load_beta(args, coord, hv, token, active)
-            beta = worker.activate_beta(args, beta, active)
+            beta = common.load_beta(args, coord, hv, token, active)
+            beta = common.activate_beta(args, beta, active)
             gates.append((log2_decay(args, self.gate, g, parameters, active), beta))
         return gates
 
@@ -282,7 +282,7 @@ def store_scales(at, token, cumsum, total, q_norm, k_norm, condition):
     """A token's scales to the workspace."""
     decay = ptx.exp2(cumsum)
     scales = (layout.GDN_SCALE_S_K, k_norm * decay), (layout.GDN_SCALE_S_Q, decay)
-    worker.store_scales(at, token, (*scales, (layout.GDN_SCALE_O, q_norm)), condition)
+    common.store_scales(at, token, (*scales, (layout.GDN_SCALE_O, q_norm)), condition)
     to_end = ptx.exp2(total - cumsum)
     ptx.store_if(Float16, at + layout.GDN_SCALE_U + token * 2, to_end, condition)
 
@@ -301,7 +301,7 @@ class RowFactors(NamedTuple):
 def load_factors(coord, gates_at):
     rows_at = gates_at + (GATE_CUMSUM + coord.token(0)) * 4
     rows = [ptx.load_shared_f32(rows_at + 32 * i) for i in range(2)]
-    beta_k2 = worker.load_beta_k2(coord, gates_at)
+    beta_k2 = common.load_beta_k2(coord, gates_at)
     columns = [
         ptx.load_shared_f32x2(gates_at + (GATE_CUMSUM + 8 * j + 2 * coord.quad_lane) * 4)
         for j in range(8)

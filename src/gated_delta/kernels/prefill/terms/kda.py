@@ -21,7 +21,7 @@ from ...device import hopper, ptx
 from .. import layout
 from ..arguments import CHUNK, RAW_SCALE_BYTES, SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES
 from ..layout import K_BLOCKS, LOG2_E, SUBCHUNK, TILE, D
-from . import inverse, kda_inputs, transition_bound, worker
+from . import common, inverse, kda_inputs, transition_bound
 
 MAX_GROWTH = 116.0
 """log2 of the largest growth of right operands in a sub-chunk.
@@ -122,7 +122,7 @@ class KdaTerms:
             self.clear_operands(coord)
         worker.sync_inputs(coord)
         worker.take_next(args, coord, coord.subchunk == 1)
-        head = worker.HeadAddresses(*(coord.shared + x for x in (self.gates, self.tinv, self.aqk)))
+        head = common.HeadAddresses(*(coord.shared + x for x in (self.gates, self.tinv, self.aqk)))
         self.store_chunk_decays(args, coord)
         self.store_diagonal(coord, head, diagonal)
         self.blocks_below(args, coord, head)
@@ -134,7 +134,7 @@ class KdaTerms:
         if cutlass.const_expr(self.bound is not None):
             self.bound.add_tinv(coord, head.tinv)
         worker.store_ahead(args, ahead)
-        worker.store_terms(args, coord, coord.hv, head, worker)
+        common.store_terms(args, coord, coord.hv, head, worker)
         if cutlass.const_expr(self.bound is not None):
             self.bound.store(args, coord)
 
@@ -213,7 +213,7 @@ class KdaTerms:
         for i in range(2):
             token = coord.token(i)
             q_norm, k_norm = (
-                worker.norm_of(x, y, self.qk_l2norm)
+                common.norm_of(x, y, self.qk_l2norm)
                 for x, y in zip(squares[i], inverse_norms[i], strict=True)
             )
             q_norm = q_norm * q_scale
@@ -222,7 +222,7 @@ class KdaTerms:
             ptx.store_shared_f32(at + inverse.GATE_BETA_K2 * 4, beta_k * k_norm)
             ptx.store_shared_f32(at + inverse.GATE_BETA_K * 4, beta_k)
             norms = (layout.KDA_SCALE_S_K, k_norm), (layout.KDA_SCALE_O, q_norm)
-            worker.store_scales(scales, token, norms, is_first)
+            common.store_scales(scales, token, norms, is_first)
             if self.bound is not None:
                 ptx.store_shared_f32(coord.shared + self.bound.k_decayed + token * 4, k_norm)
         if not self.raw:
@@ -230,7 +230,7 @@ class KdaTerms:
         scaled = [[q * Float32(layout.Q_SCALE), k] for q, k in inverse_norms]
         for i, (q, k) in enumerate(scaled):
             inverses = (layout.RAW_SCALE_Q, q), (layout.RAW_SCALE_K, k)
-            worker.store_scales(scales, coord.token(i), inverses, is_first)
+            common.store_scales(scales, coord.token(i), inverses, is_first)
         return scaled
 
     # ---------------------------------------------------------------------------- log decays
@@ -390,7 +390,7 @@ class KdaTerms:
         cute.arch.sync_warp()
 
     def store_diagonal(self, coord, head, diagonal):
-        beta_k2 = worker.load_beta_k2(coord, head.gates)
+        beta_k2 = common.load_beta_k2(coord, head.gates)
         for half, i, q_products, k_products in products_of(diagonal):
             system = [x * beta_k2[i] for x in k_products]
             self.inverse.store_system_diagonal(coord, i, half, system)
@@ -488,7 +488,7 @@ class KdaTerms:
     def store_block(self, coord, head, block, a, b):
         """Block (a, b) of the system and of Aqk."""
         coord = coord._replace(subchunk=a)
-        beta_k2 = worker.load_beta_k2(coord, head.gates)
+        beta_k2 = common.load_beta_k2(coord, head.gates)
         for half, i, q_products, k_products in products_of(block):
             system = ptx.pack_x2(*(x * beta_k2[i] for x in k_products), Float16)
             self.inverse.store_system(coord, b, i, half, system)

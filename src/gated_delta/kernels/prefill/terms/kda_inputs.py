@@ -15,7 +15,7 @@ from ...device import hopper, ptx
 from ...device.args import offset, qk_head
 from ..arguments import CHUNK, TILE_BYTES
 from ..layout import K_BLOCKS, LOG2_E, SUBCHUNK, TILE, D
-from . import worker
+from . import common
 
 MIN_RATE, MAX_RATE = 2.0**-100, 2.0**100
 """Of exp(A_log)."""
@@ -99,12 +99,12 @@ def load_beta_bits(args, coord):
     """The lane's beta as it is in memory."""
     token = lane_token(coord)
     active = token < coord.tokens
-    return worker.load_beta(args, coord, coord.hv, token, active, ptx.load_scalar_bits)
+    return common.load_beta(args, coord, coord.hv, token, active, ptx.load_scalar_bits)
 
 
 def activate_beta_bits(args, coord, bits):
     beta = ptx.scalar_from_bits(bits, args.size.beta_kind)
-    return worker.activate_beta(args, beta, lane_token(coord) < coord.tokens)
+    return common.activate_beta(args, beta, lane_token(coord) < coord.tokens)
 
 
 def channels(coord, K):
@@ -172,7 +172,7 @@ class TileInputs:
         # Of the lane's 16 bytes; 16 lanes have a token.
         h = qk_head(coord.hv, args.size.qk_head_factor)
         q_at, k_at, g_at = (
-            worker.chunk_token_at(args, name, coord, token, head) + coord.lane % 16 * 16
+            common.chunk_token_at(args, name, coord, token, head) + coord.lane % 16 * 16
             for name, head in (("q", h), ("k", h), ("g", coord.hv))
         )
         at = self.lane_operand_at(coord, 0, 0, k_block, second)
@@ -196,7 +196,7 @@ class TileInputs:
     def start_load_g_fp32(self, args, coord):
         """A row per token."""
         first = coord.subchunk * SUBCHUNK
-        source = worker.chunk_token_at(args, "g", coord, first, coord.hv) + coord.lane * 16
+        source = common.chunk_token_at(args, "g", coord, first, coord.hv) + coord.lane * 16
         for t in range(SUBCHUNK):
             active = (first + t < coord.tokens) & (4 * coord.lane < self.K)
             target = self.g_fp32_row(coord, t) + coord.lane * 16
