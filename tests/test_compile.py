@@ -725,7 +725,7 @@ def test_scanning_ctas_prepare_the_chunks_that_others_do_not(set_level):
     def prepares(axis, heads, chunks):
         """Whether a scanning CTA prepares: an item per warpgroup first, more during the scan."""
         kernel = PrefillOverlapped(axis, "bf16", "softplus", True, "fp32", False)
-        size = SimpleNamespace(N=1, HV=heads, chunk_blocks=heads, chunk_slots=chunks, sms=132)
+        size = SimpleNamespace(N=1, HV=heads, chunk_ctas=heads, chunk_slots=chunks, sms=132)
         return kernel.prepares_first(size), kernel.missing_a_chunk(size) > 0
 
     assert [prepares("head", 32, chunks) for chunks in (32, 64, 1024)] == [

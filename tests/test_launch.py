@@ -769,7 +769,7 @@ def test_few_ctas_of_prepare_share_value_heads(launches, axis):
         assert on_host.prepare_heads(H, HV, T // 64, prefill_kinds.TILES, 132) == heads
         assert on_host.prepare_heads(H, HV, T // 64, prefill_kinds.OVERLAPPED, 132) == HV // H
     run("prefill", **prompts((1, 100), axis))
-    assert (launches[0][-1].block_heads, launches[0][-1].chunk_blocks) == (1, 4)
+    assert (launches[0][-1].cta_heads, launches[0][-1].chunk_ctas) == (1, 4)
 
 
 @pytest.mark.parametrize("keeps", [False, True])

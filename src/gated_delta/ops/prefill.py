@@ -299,11 +299,11 @@ class PrefillLaunch(TokensLaunch):
                 total=total,
                 chunk_slots=chunk_slots,
                 H=H,
-                block_heads=heads,
-                chunk_blocks=HV // heads,
+                cta_heads=heads,
+                chunk_ctas=HV // heads,
                 segments=segments,
                 sms=sms,
-                scanning=min(N * HV, int(RAW_SHARE * sms)) if kind.raw and kind.overlapped else 0,
+                scan_sms=min(N * HV, int(RAW_SHARE * sms)) if kind.raw and kind.overlapped else 0,
                 checkpoints_per_sequence=0
                 if a.checkpoint_lens is None
                 else a.checkpoint_lens.shape[1],

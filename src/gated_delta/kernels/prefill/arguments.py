@@ -89,15 +89,15 @@ class PrefillSizes(NamedTuple):
     cu_seqlens_kind: int
     state_indices_kind: int
     null_index: int
-    block_heads: int
+    cta_heads: int
     """Value heads of a CTA of prepare; they share a q/k head."""
-    chunk_blocks: int
-    """CTAs of prepare for a chunk of all heads: HV / block_heads."""
+    chunk_ctas: int
+    """CTAs of prepare for a chunk of all heads: HV / cta_heads."""
     segments: int
     """Segments of each sequence, scanned in parallel."""
     sms: int
     """SMs of the GPU: the most CTAs of a persistent kernel."""
-    scanning: int
+    scan_sms: int
     """SMs on which scan_raw overlaps with prepare_raw on the others; 0: it starts behind it."""
     checkpoint_lens_kind: int
     checkpoint_indices_kind: int

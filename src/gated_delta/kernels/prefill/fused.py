@@ -392,7 +392,7 @@ def sum_of_squares(words):
 
 
 def prepare_coord(work, shared, thread, stage, c):
-    """Of PREPARE, for one chunk: nothing that follows from it stays in registers."""
+    """PREPARE's coord of one chunk. Opaque, so ptxas keeps no address derived from it."""
     thread, shared = ptx.opaque(thread) & (hopper.WARPGROUP - 1), ptx.opaque(shared)
     warp = thread // 32
     return layout.chunk_coord(work.sequence, work.hv, stage, c, Int32(CHUNK), shared, thread, warp)

@@ -39,12 +39,12 @@ from .terms.kda import KdaTerms
 ROWS = 64  # V rows of a CTA that scans
 COPY_REGISTERS, MMA_REGISTERS = 104, 232  # of a thread that scans; of one that prepares, 168
 PREPARING = 3  # warpgroups of a CTA that prepare
-SCANNING = {"head": 3, "channel": 2}
+SCAN_WARPGROUPS = {"head": 3, "channel": 2}
 """Warpgroups of a CTA that scan, by axis; KDA's third one goes on preparing."""
 MIN_PREPARING_CTAS = 4
 PREPARED_A_CHUNK = {"head": 25, "channel": 23}
-"""64ths of an item that a CTA prepares while another scans a chunk: 1.23 us for 3.2, KDA 1.5 for
-4.3, on an H200."""
+"""64ths of an item that a CTA prepares while another scans a chunk. On an H200 a chunk takes
+1.23 us to scan (KDA 1.5), an item 3.2 us to prepare (KDA 4.3)."""
 LEAD = {"head": 8, "channel": 5}
 """Chunks of all heads that are prepared ahead of scans: more leave the L2 before they are read."""
 MAX_POLLS, POLL_NS = 64, 500
@@ -55,7 +55,7 @@ DEEP_STAGES = 4
 NONE = 0xFFFFFFFF
 WORDS_BYTES = 32
 END_AT_ONCE, END_AFTER_ONE = -1, 0
-"""END_ITEM of a warpgroup that prepares no item or one. Its last item is -1 before its first."""
+"""END_ITEM of a warpgroup that prepares nothing, or one item; its last item starts at -1."""
 
 
 class Word(enum.IntEnum):
@@ -109,7 +109,7 @@ class QueueWorker(PersistentWorker):
         head = coord.hv
         if not self.channel:
             head = qk_head(coord.hv, args.size.qk_head_factor)
-        return coord.slot * args.size.chunk_blocks + head
+        return coord.slot * args.size.chunk_ctas + head
 
     def publish_last(self, args):
         """Thread 0: count the last item as soon as it is prepared."""
@@ -148,7 +148,7 @@ class PrefillOverlapped(PrefillKernel):
         facts = (D, BFloat16, DTYPES[g_dtype], gate, qk_l2norm)
         # Of one long sequence a single chunk has sub-chunks without tokens, and registers are few.
         self.terms = KdaTerms(*facts, assume_tokens=True) if channel else GdnTerms(*facts)
-        self.scanning, self.store_threads = SCANNING[axis], 32 if channel else 64
+        self.scan_warpgroups, self.store_threads = SCAN_WARPGROUPS[axis], 32 if channel else 64
         self.tile_warp = WarpRole.TILES_KDA if channel else WarpRole.TILES_GDN
         self.checkpoints = checkpoints
         self.prepared_a_chunk, self.lead = PREPARED_A_CHUNK[axis], LEAD[axis]
@@ -161,7 +161,7 @@ class PrefillOverlapped(PrefillKernel):
         self.words = smem.add(4 * WORDS_BYTES, 4 * WORDS_BYTES)
         self.role = smem.add(8)
         # CTAs prepare where stages are, or will be, but for the warpgroup that prepares meanwhile.
-        assert self.scanning * self.terms.shared <= self.stages.v_absmax
+        assert self.scan_warpgroups * self.terms.shared <= self.stages.v_absmax
         self.last_terms = (PREPARING - 1) * self.terms.shared
         if channel:
             self.last_terms = smem.add(self.terms.shared, 128)
@@ -190,7 +190,7 @@ class PrefillOverlapped(PrefillKernel):
         group = warp_uniform(thread // WARPGROUP)
         scans = cta >= self.preparing_ctas(size)
         self.prepare_items(args, shared, thread % WARPGROUP, group, cta, scans)
-        if scans & (group < self.scanning):
+        if scans & (group < self.scan_warpgroups):
             self.scan(args, shared, thread, group, cta)
 
     @cute.jit
@@ -206,7 +206,7 @@ class PrefillOverlapped(PrefillKernel):
 
     def items(self, size):
         """Number of items; the first chunks of all heads come first."""
-        return size.chunk_slots * size.chunk_blocks
+        return size.chunk_slots * size.chunk_ctas
 
     def first_queued(self, size):
         """The items before it are the first ones of preparing CTAs' warpgroups."""
@@ -247,7 +247,7 @@ class PrefillOverlapped(PrefillKernel):
     def init_words(self, args, worker, group, cta, scans):
         """Thread 0: the warpgroup's words, with its first item."""
         size = args.size
-        prepares_on = (group >= self.scanning) & (self.missing_a_chunk(size) > 0)
+        prepares_on = (group >= self.scan_warpgroups) & (self.missing_a_chunk(size) > 0)
         end = Int32(select_(self.prepares_first(size), END_AFTER_ONE, END_AT_ONCE))
         end = Int32(select_(prepares_on, self.items(size), end))
         end = select_(scans, end, self.items(size))
@@ -264,7 +264,7 @@ class PrefillOverlapped(PrefillKernel):
     def missing_a_chunk(self, size):
         """64ths of items that preparing CTAs leave while a chunk of all heads is scanned."""
         prepared = self.prepared_a_chunk * self.preparing_ctas(size)
-        return cutlass.max(64 * size.chunk_blocks - prepared, 0)
+        return cutlass.max(64 * size.chunk_ctas - prepared, 0)
 
     def prepares_first(self, size):
         """Whether a warpgroup that scans prepares an item before it.
@@ -275,8 +275,8 @@ class PrefillOverlapped(PrefillKernel):
         return (self.items(size) if self.channel else missing) > PREPARING * size.sms
 
     def item_coord(self, args, item, terms_at, thread, lane):
-        hv = item % args.size.chunk_blocks * args.size.block_heads
-        slot = item // args.size.chunk_blocks
+        hv = item % args.size.chunk_ctas * args.size.cta_heads
+        slot = item // args.size.chunk_ctas
         sequence, chunk, tokens = layout.find_chunk(args, slot, lane)
         # Later sub-chunks have more work: the warp that has them changes from item to item.
         subchunk = (thread // WARP + item) % 4
@@ -309,8 +309,8 @@ class PrefillOverlapped(PrefillKernel):
 
         The first round is free: an item's chunk counts from the first one in the queue on.
         """
-        first = self.first_queued(size) + self.lead * size.chunk_blocks
-        return (item - first) // size.chunk_blocks * self.scanning_ctas(size)
+        first = self.first_queued(size) + self.lead * size.chunk_ctas
+        return (item - first) // size.chunk_ctas * self.scanning_ctas(size)
 
     # ---------------------------------------------------------------------------- scanning
 
@@ -319,7 +319,9 @@ class PrefillOverlapped(PrefillKernel):
         """A work tile, with the warp roles of prefill_scan and a warp for tiles."""
         self.sync_scanning()
         squares = shared + self.stages.tinv
-        layout.clear_squares(squares, 2 * self.stages.count, thread, self.scanning * WARPGROUP)
+        layout.clear_squares(
+            squares, 2 * self.stages.count, thread, self.scan_warpgroups * WARPGROUP
+        )
         self.sync_scanning()
         work = work_of(args, cta - self.preparing_ctas(args.size), D // ROWS)
         coord = scan_coord(args, work, ROWS, shared, thread % WARPGROUP, group - 1)
@@ -342,7 +344,7 @@ class PrefillOverlapped(PrefillKernel):
                 self.copy_tiles(args, coord)
 
     def sync_scanning(self):
-        NamedBarrier.SCAN.sync(self.scanning * WARPGROUP)
+        NamedBarrier.SCAN.sync(self.scan_warpgroups * WARPGROUP)
 
     @cute.jit
     def copy_tiles(self, args, coord):
@@ -364,7 +366,7 @@ class PrefillOverlapped(PrefillKernel):
         heads = Int32(0)
         if c < coord.end_chunk:
             heads = ptx.load_acquire(layout.prepared_at(args, slot))
-        missing = Uint32(cute.arch.vote_ballot_sync(heads < args.size.chunk_blocks))
+        missing = Uint32(cute.arch.vote_ballot_sync(heads < args.size.chunk_ctas))
         cute.arch.sync_warp()
         cute.arch.fence_proxy("async.global")
         return Int32(ptx.lowest_bit(missing))

@@ -40,7 +40,7 @@ class PrefillPrepare(PrefillKernel):
         self.options = dict(min_blocks_per_mp=3, preferred_smem_carveout=100)
 
     def ctas(self, args):
-        return args.size.chunk_blocks * args.size.chunk_slots
+        return args.size.chunk_ctas * args.size.chunk_slots
 
     def launch_shared(self, args):
         """Two CTAs an SM are faster than three where that makes one or two full rounds: three would
@@ -54,7 +54,7 @@ class PrefillPrepare(PrefillKernel):
         thread, cta = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
         size = args.size
         # The last chunks first: the scan starts with the first ones, then still in L2.
-        i, slot = cta % size.chunk_blocks, size.chunk_slots - 1 - cta // size.chunk_blocks
+        i, slot = cta % size.chunk_ctas, size.chunk_slots - 1 - cta // size.chunk_ctas
         shared = hopper.shared_base(128)
         hopper.wait_for_previous_kernel()
         lane = thread % WARP
@@ -65,7 +65,7 @@ class PrefillPrepare(PrefillKernel):
         # Later sub-chunks have more work: their warps change from CTA to CTA, to load the SM's
         # schedulers equally.
         subchunk = (thread // WARP + cta) % 4
-        hv = i * size.block_heads
+        hv = i * size.cta_heads
         coord = chunk_coord(sequence, hv, slot, chunk, tokens, shared, thread, subchunk)
         if tokens > 0:
             self.terms.prepare(args, coord, Worker())
@@ -73,7 +73,7 @@ class PrefillPrepare(PrefillKernel):
                 ptx.wait_for_bulk_stores()
         if cutlass.const_expr(self.channel):
             # Computed again, to spare a register.
-            cta = i + (size.chunk_slots - 1 - slot) * size.chunk_blocks
+            cta = i + (size.chunk_slots - 1 - slot) * size.chunk_ctas
             self.rank(args, ptx.opaque(cta), thread)
 
     @cute.jit

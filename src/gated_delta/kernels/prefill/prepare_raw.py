@@ -109,14 +109,14 @@ class RawWorker(PersistentWorker):
         size = args.size
         item = self.next_item(size, item)
         hv, slot, n, token, tokens = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
-        if size.scanning > 0:
+        if size.scan_sms > 0:
             if item < NO_ITEM:
                 hv, slot, n, token, tokens = find_chunk_in_order(args, item, lane)
         else:
-            while (tokens <= 0) & (item < size.chunk_blocks * size.chunk_slots):
+            while (tokens <= 0) & (item < size.chunk_ctas * size.chunk_slots):
                 # The last chunks first: the scan starts with the first, which are then in L2.
-                hv = item % size.chunk_blocks
-                slot = size.chunk_slots - 1 - item // size.chunk_blocks
+                hv = item % size.chunk_ctas
+                slot = size.chunk_slots - 1 - item // size.chunk_ctas
                 sequence, chunk, tokens = layout.load_chunk(
                     args, layout.find_sequence(args, slot, lane), slot
                 )
@@ -136,9 +136,9 @@ class RawWorker(PersistentWorker):
         cta, _, _ = cute.arch.block_idx()
         first = GROUPS * num_ctas(size)
         following = Int32(select_(item < 0, self.group * num_ctas(size) + cta, item + first))
-        if size.scanning > 0:
+        if size.scan_sms > 0:
             # After the first round of all CTAs the last CTAs end; scan_raw starts on their SMs.
-            preparing = size.sms - size.scanning
+            preparing = size.sms - size.scan_sms
             if item >= first:
                 following = item + GROUPS * preparing
             elif item >= 0:
@@ -172,7 +172,7 @@ def find_chunk_in_order(args, item, lane):
     sequence = layout.load_sequence(args, cutlass.min(lane, size.N - 1))
     active = (lane < size.N) & (layout.load_state_index(args, sequence.n) > size.null_index)
     chunks = Int32(select_(active, layout.num_chunks(sequence.tokens), 0))
-    number, c = Int32(Uint32(item) // Uint32(size.chunk_blocks)), Int32(0)
+    number, c = Int32(Uint32(item) // Uint32(size.chunk_ctas)), Int32(0)
     left, longer = number, Uint32(cute.arch.vote_ballot_sync(chunks > 0))
     while (longer != 0) & (left >= cute.arch.popc(longer)):
         # At most as many sequences have a later chunk, so the item's is not before this one.
@@ -184,25 +184,25 @@ def find_chunk_in_order(args, item, lane):
     n = ptx.lowest_bit(owner) % 32
     sequence = layout.Sequence(Int32(n), *(shuffle_sync(x, offset=n) for x in sequence[1:]))
     tokens = Int32(select_(owner != 0, cutlass.min(sequence.tokens - c * CHUNK, CHUNK), 0))
-    hv, slot = item - number * size.chunk_blocks, sequence.first_slot + c
+    hv, slot = item - number * size.chunk_ctas, sequence.first_slot + c
     return hv, slot, layout.tma_row(args, sequence), sequence.start + c * CHUNK, tokens
 
 
 @cute.jit
 def count_prepared(args, slot, condition):
     """Count a slot's head as prepared, for the CTAs that scan."""
-    if condition & (args.size.scanning > 0) & (slot >= 0):
+    if condition & (args.size.scan_sms > 0) & (slot >= 0):
         ptx.release_increment(layout.prepared_at(args, slot))
 
 
 def num_ctas(size):
     """One per SM."""
-    return cutlass.min(size.chunk_blocks * size.chunk_slots, size.sms)
+    return cutlass.min(size.chunk_ctas * size.chunk_slots, size.sms)
 
 
 def second_round_end(size):
     """The item after all warpgroups' second chunks, where prepare_raw and scan_raw overlap."""
-    return GROUPS * (num_ctas(size) + size.sms - size.scanning)
+    return GROUPS * (num_ctas(size) + size.sms - size.scan_sms)
 
 
 class PrefillPrepareRaw(PrefillKernel):
@@ -225,7 +225,7 @@ class PrefillPrepareRaw(PrefillKernel):
         inputs, shared = self.terms.inputs, hopper.shared_base() + group * self.group_shared
         hopper.init_rings((inputs.ring,), shared, in_group)
         hopper.wait_for_previous_kernel()
-        clears = (cta == 0) & (thread == 0) & (size.scanning == 0)
+        clears = (cta == 0) & (thread == 0) & (size.scan_sms == 0)
         ptx.store_words(layout.counter_at(args, CTA_QUEUE), [Uint32(0)], clears)
         worker = RawWorker(inputs, self.next_chunk, group)
         if in_group // WARP == 0:
@@ -241,10 +241,10 @@ class PrefillPrepareRaw(PrefillKernel):
             chunk = worker.load_next(shared)
             # A chunk is counted a chunk late, but at once if it is among the first ones, since the
             # scan starts with them, or the last one. Barriers have ordered the stores of scales.
-            is_early = (size.scanning > 0) & (chunk.item < second_round_end(size))
+            is_early = (size.scan_sms > 0) & (chunk.item < second_round_end(size))
             if ((chunk.tokens <= 0) | is_early) & (in_group == 0):
                 cute.arch.cp_async_bulk_wait_group(0, read=False)
                 count_prepared(args, chunk.last_slot, True)
-        if (args.ptr.sequence_order != 0) & (thread < WARP) & (size.scanning == 0):
+        if (args.ptr.sequence_order != 0) & (thread < WARP) & (size.scan_sms == 0):
             for n in cutlass.range(cta, size.N, num_ctas(size), unroll=1):
                 layout.rank_sequence(args, n, thread)

@@ -87,8 +87,8 @@ class PrefillScan(PrefillKernel):
             hopper.wait_for_previous_kernel()
         cute.arch.sync_threads()
         group = thread // WARPGROUP - 1
-        # Uniform, or ptxas keeps the operands' descriptors, which follow from a chunk's number, in
-        # every lane: 62 instructions a chunk. With checkpoints it does not, and hints cost 65.
+        # Warp-uniform, else ptxas computes wgmma descriptors in every lane, in 62 instructions a
+        # chunk. With checkpoints it does not, and the hints cost 65.
         hinted = not self.checkpoints
         group = hopper.warp_uniform(group + 1) - 1 if hinted else group
         cta = hopper.warp_uniform(cta) if self.windows else cta

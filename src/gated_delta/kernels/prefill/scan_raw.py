@@ -107,12 +107,12 @@ class PrefillScanRaw(PrefillKernel):
         else:
             cute.arch.setmaxregister_decrease(self.registers[0])
             # Only these wait: MMA warpgroups read nothing that prepare writes.
-            if args.size.scanning == 0:
+            if args.size.scan_sms == 0:
                 hopper.wait_for_previous_kernel()
             self.scheduler.for_each_work(
                 lambda work: self.decay(args, work, shared, thread, role), args, shared, thread, cta
             )
-            if args.size.scanning > 0:
+            if args.size.scan_sms > 0:
                 hopper.wait_for_previous_kernel()  # the next kernel waits for this one alone
 
     # ---------------------------------------------------------------------------- MMA warpgroups
@@ -142,9 +142,9 @@ class PrefillScanRaw(PrefillKernel):
 
         Odd lanes poll the one before.
         """
-        if (args.size.scanning > 0) & (chunks > 0):
+        if (args.size.scan_sms > 0) & (chunks > 0):
             slot = first_slot + cutlass.max(cutlass.min(c - lane % 2, chunks - 1), 0)
-            while ptx.load_acquire(layout.prepared_at(args, slot)) < args.size.chunk_blocks:
+            while ptx.load_acquire(layout.prepared_at(args, slot)) < args.size.chunk_ctas:
                 pass
             cute.arch.sync_warp()
             cute.arch.fence_proxy("async.global")

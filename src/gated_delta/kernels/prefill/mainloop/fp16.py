@@ -119,36 +119,36 @@ class MainloopFp16:
 
         No wgmma group is in flight across the loop's back edge: ptxas would serialise every wgmma.
         """
-        # Computed later, `terms` makes ptxas serialise every wgmma.
-        following, terms, right = self.pipeline.advance(pipe), pipe.buffer, frag.right
+        # Read later, the stage of terms makes ptxas serialise every wgmma.
+        next_pipe, terms_stage, right = self.pipeline.advance(pipe), pipe.buffer, frag.right
         hopper.start_mma(frag.s_k, frag.state_fp16, right.k, pipe.stage)
         hopper.start_mma(frag.o, frag.state_fp16, right.q, pipe.stage)
         self.start_v(args, coord, pipe, 1)
         values, absmax, state_scale = self.scale_values(coord, frag, pipe, state_scale)
         warpgroup.wait_group(0)  # for S q too: waiting for S k alone takes more registers
         # v - S k: the scales are negative.
-        s_k_scales = self.scales(coord, pipe, self.s_k_scale)
+        s_k_scales = self.column_scales(coord, pipe, self.s_k_scale)
         state.scale_words(frag.s_k, frag.operand, s_k_scales, values)
         o_scale = state_scale
-        hopper.start_mma(frag.s_k, frag.operand, right.tinv, terms)
+        hopper.start_mma(frag.s_k, frag.operand, right.tinv, terms_stage)
         state.decay(frag.state, self.scales_at(coord, pipe, 0), coord.thread, self.channel)
-        u_scales = None if self.channel else self.scales(coord, pipe, layout.GDN_SCALE_U)
+        u_scales = None if self.channel else self.column_scales(coord, pipe, layout.GDN_SCALE_U)
         warpgroup.wait_group(0)
-        self.start_update(coord, frag, pipe, terms, u_scales)
+        self.start_update(coord, frag, pipe, terms_stage, u_scales)
         # The other warpgroup keeps the tensor cores busy, so the stage is released early.
-        self.store_outputs(args, coord, frag, pipe, o_scale)
-        if following.left > 0:
-            self.wait_for_values(coord, following)
-        measure = following.chunk % state.RESCALE_INTERVAL == 0
+        self.epilogue(args, coord, frag, pipe, o_scale)
+        if next_pipe.left > 0:
+            self.wait_for_values(coord, next_pipe)
+        measure = next_pipe.chunk % state.RESCALE_INTERVAL == 0
         state_scale = state.rescale(frag.state, absmax, state_scale, measure)
         state.to_fp16(frag.state, frag.state_fp16)
         if cutlass.const_expr(self.checkpoints):  # noqa: SIM102 - settled when compiling
-            if following.chunk == checkpoint:
+            if next_pipe.chunk == checkpoint:
                 checkpoint = self.store_checkpoints(args, coord, frag, state_scale, checkpoint)
-        return state_scale, following, checkpoint
+        return state_scale, next_pipe, checkpoint
 
-    def start_update(self, coord, frag, pipe, terms, u_scales):
-        """Add u k to the state, Aqk u to o. terms: Aqk's stage."""
+    def start_update(self, coord, frag, pipe, terms_stage, u_scales):
+        """Add u k to the state, Aqk u to o. terms_stage: Aqk's."""
         u, accumulator = (cute.recast_tensor(x, Uint32) for x in (frag.u, frag.s_k))
         for i in range(cute.size(u)):
             u[i] = accumulator[i]
@@ -158,9 +158,9 @@ class MainloopFp16:
             state.scale_words(frag.u, left, u_scales)
         hopper.start_mma(frag.state, left, right.k_update, pipe.stage, True, hopper.MAJOR.MN)
         if not self.channel:
-            s_q_scales = self.scales(coord, pipe, layout.FUSED_SCALE_S_Q)
+            s_q_scales = self.column_scales(coord, pipe, layout.FUSED_SCALE_S_Q)
             state.scale_words(frag.o, frag.o, s_q_scales)
-        hopper.start_mma(frag.o, frag.u, right.aqk, terms, True)
+        hopper.start_mma(frag.o, frag.u, right.aqk, terms_stage, True)
 
     # ---------------------------------------------------------------------------- operands, state
 
@@ -261,14 +261,14 @@ class MainloopFp16:
         shared = ptx.opaque(coord.shared) if self.channel else coord.shared
         return shared + self.regions.scales + pipe.stage * self.scale_bytes + first
 
-    def scales(self, coord, pipe, first):
+    def column_scales(self, coord, pipe, first):
         """The lane's fp16 scales."""
         return state.load_columns(self.scales_at(coord, pipe, first), coord.thread, Float16)
 
     # ---------------------------------------------------------------------------- o
 
     @cute.jit
-    def store_outputs(self, args, coord, frag, pipe, state_scale):
+    def epilogue(self, args, coord, frag, pipe, state_scale):
         """Wait for o, release the tokens' stage; o goes over v in shared memory, then to memory."""
         warpgroup.wait_group(0)
         at = self.scales_at(coord, pipe, self.o_scale)

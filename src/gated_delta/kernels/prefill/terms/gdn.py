@@ -59,7 +59,7 @@ class GdnTerms:
         self.store_tiles(args, coord)
         kk, qk = self.inner_products(coord, q, k)
         worker.take_next(args, coord, coord.subchunk == 0)
-        for i in cutlass.range(args.size.block_heads, unroll=1):
+        for i in cutlass.range(args.size.cta_heads, unroll=1):
             if i % 4 == 0:
                 worker.sync()
                 if i > 0:
@@ -198,10 +198,10 @@ class GdnTerms:
         Neighbouring threads have the heads of one token, which are contiguous in memory.
         """
         size, head = args.size, first + coord.thread % 4
-        hv = coord.hv + cutlass.min(head, size.block_heads - 1)
+        hv = coord.hv + cutlass.min(head, size.cta_heads - 1)
         parameters, gates = load_parameters(args, self.gate, hv), []
         for token in (coord.thread // 4, coord.thread // 4 + 32):
-            active = (token < coord.tokens) & (head < size.block_heads)
+            active = (token < coord.tokens) & (head < size.cta_heads)
             g_at = common.chunk_token_at(args, "g", coord, token, hv)
             g = ptx.load(self.g_dtype, g_at, active)
             beta = common.load_beta(args, coord, hv, token, active)
@@ -218,7 +218,7 @@ class GdnTerms:
 
     def cumulate_gates(self, args, coord, i):
         """A warp's head: the gates in shared memory, the scales in the workspace."""
-        has_head = i < args.size.block_heads
+        has_head = i < args.size.cta_heads
         gates, tokens = self.gates_at(coord, i), (coord.lane, coord.lane + 32)
         logs, betas = (
             [ptx.load_shared_f32(gates + (first + t) * 4) for t in tokens]
