@@ -13,6 +13,7 @@ import torch
 from . import compile
 from .gpus import H200, Gpu, gpus_of
 from .ops import OPERATIONS
+from .ops.launch import Model
 from .problem import SHORT, Problem
 
 MODELS = (
@@ -52,7 +53,7 @@ def shipped(
                 gate=gate, dtype=dtype, g_dtype=g_dtype, beta_logits=logits
             )
             for op in OPERATIONS.values():
-                for problem in op.shipped(axis, K, V, state, tokens, ring, trees):
+                for problem in op.shipped(Model(axis, K, V, state, tokens, ring, trees)):
                     for gpu in gpus_of(arch) if not op.missing(problem) else ():
                         variants |= dict.fromkeys(op.variants(problem, gpu))
     return tuple(variants)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from .. import compile, reference
@@ -16,6 +15,7 @@ from .launch import (
     LARGE,
     MIB,
     Launch,
+    Model,
     Operation,
     Plan,
     Schedule,
@@ -25,7 +25,6 @@ from .launch import (
     buffer_of,
     norm_of,
     ready,
-    shipped_norms,
     single_token,
     state_sizes,
     state_width,
@@ -325,23 +324,13 @@ class Decode(StateOperation):
         facts |= {name: value for name in FACTS_IF_SET if (value := getattr(schedule, name))}
         return compile.Variant("decode", tuple(facts.items()))
 
-    def shipped(
-        self,
-        axis: str,
-        K: int,
-        V: int,
-        state_dtype: torch.dtype,
-        tokens: dict[str, Any],
-        ring: bool,
-        trees: bool,
-    ) -> list[Problem]:
-        facts = dict(state_dtype=state_dtype, **tokens)
-        calls = [(1, frozenset[str]()), (2, frozenset())]
-        if ring:  # of more tokens: verify's kernels
-            calls.append((1, frozenset({"buffer", "buffer_lens_i32"})))
+    def shipped(self, model: Model) -> list[Problem]:
+        calls: list[tuple[int, tuple[str, ...]]] = [(1, ()), (2, ())]
+        if model.ring:  # of more tokens: verify's kernels
+            calls.append((1, ("buffer", "buffer_lens_i32")))
         return [
-            Problem("decode", axis, 1, 1, K, V, T, options=options | norm, **facts)
-            for (T, options), norm in itertools.product(calls, shipped_norms(tokens))
+            model.problem("decode", T, (*options, *norm))
+            for (T, options), norm in itertools.product(calls, model.norms())
         ]
 
     def launch(self, problem: Problem, plan: Plan, a: Arguments) -> Launch:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from .. import compile, reference
@@ -15,6 +14,7 @@ from .launch import (
     MIB,
     PREFETCH_HEADS,
     Launch,
+    Model,
     Operation,
     Plan,
     Schedule,
@@ -141,21 +141,9 @@ class Flush(StateOperation):
         facts |= {} if problem.options.isdisjoint(("path_i32", "path_i64")) else dict(path=True)
         return compile.Variant("flush", tuple(facts.items()))
 
-    def shipped(
-        self,
-        axis: str,
-        K: int,
-        V: int,
-        state_dtype: torch.dtype,
-        tokens: dict[str, Any],
-        ring: bool,
-        trees: bool,
-    ) -> list[Problem]:
-        paths = [frozenset[str](), *([frozenset({"path_i32"})] if trees else [])]
-        return [
-            Problem("flush", axis, 1, 1, K, V, state_dtype=state_dtype, options=path)
-            for path in paths
-        ]
+    def shipped(self, model: Model) -> list[Problem]:
+        paths = ((), ("path_i32",)) if model.trees else ((),)
+        return [model.problem("flush", options=path) for path in paths]
 
     def launch(self, problem: Problem, plan: Plan, a: Arguments) -> Launch:
         return FlushLaunch(self, problem, plan, a)

@@ -10,7 +10,7 @@ import functools
 import os
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from operator import itemgetter
 from typing import Any, ClassVar, NamedTuple, get_type_hints
 
@@ -48,6 +48,32 @@ class Plan(NamedTuple):
     schedule: Any
     variants: tuple[compile.Variant, ...]
     gpu: Gpu = H200
+
+
+class Model(NamedTuple):
+    """A model as packs see it. tokens: dtypes, gate and beta_logits of a Problem.
+
+    ring: decode and verify with `buffer_lens` too. trees: `parents` and `path` too.
+    """
+
+    axis: str
+    K: int
+    V: int
+    state_dtype: torch.dtype
+    tokens: Mapping[str, Any]
+    ring: bool = False
+    trees: bool = False
+
+    def problem(self, op: str, T: int | None = None, options: Iterable[str] = ()) -> Problem:
+        """A call with one head."""
+        tokens = {} if op == "flush" else self.tokens
+        facts = dict(state_dtype=self.state_dtype, options=frozenset(options), **tokens)
+        return Problem(op, self.axis, 1, 1, self.K, self.V, T, **facts)
+
+    def norms(self) -> tuple[tuple[str, ...], ...]:
+        """Options of calls: with a norm too if gate and beta are raw, as in engines."""
+        raw = self.tokens["gate"] != "log" and self.tokens["beta_logits"]
+        return ((), ("norm",)) if raw else ((),)
 
 
 def _refuse() -> None:
@@ -150,20 +176,8 @@ class Operation(ABC):
         """Every variant that `plan` returns for some number of sequences and tokens."""
 
     @abstractmethod
-    def shipped(
-        self,
-        axis: str,
-        K: int,
-        V: int,
-        state_dtype: torch.dtype,
-        tokens: dict[str, Any],
-        ring: bool,
-        trees: bool,
-    ) -> list[Problem]:
-        """The problems that a pack holds kernels for, for a model of these head dims and tokens.
-
-        ring: with `buffer_lens` too. trees: with `parents` or `path` too.
-        """
+    def shipped(self, model: Model) -> list[Problem]:
+        """The problems that a pack holds kernels for, for the model."""
 
     @abstractmethod
     def launch(self, problem: Problem, plan: Plan, a: Any) -> Launch:
@@ -473,12 +487,6 @@ MAX_NORM = 256
 SCATTERED = (
     "states whose V rows lie next to each other (stride K) and start at multiples of 16 bytes"
 )
-
-
-def shipped_norms(tokens: dict[str, Any]) -> tuple[frozenset[str], ...]:
-    """Options of the shipped problems: with a norm too if gate and beta are raw, as in engines."""
-    raw = tokens["gate"] != "log" and tokens["beta_logits"]
-    return (frozenset(), frozenset({"norm"})) if raw else (frozenset(),)
 
 
 class StateOperation(Operation):

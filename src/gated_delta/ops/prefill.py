@@ -22,6 +22,7 @@ from ..problem import Checker, Problem, absent, integer
 from .launch import (
     SCATTERED,
     Launch,
+    Model,
     Operation,
     Plan,
     TokensLaunch,
@@ -197,21 +198,9 @@ class Prefill(Operation):
         variants = [x for kind in kinds for x in kind.variants(problem, True, gpu)]
         return list(dict.fromkeys(variants))
 
-    def shipped(
-        self,
-        axis: str,
-        K: int,
-        V: int,
-        state_dtype: torch.dtype,
-        tokens: dict[str, Any],
-        ring: bool,
-        trees: bool,
-    ) -> list[Problem]:
-        options = (frozenset[str](), frozenset({"checkpoints"}), frozenset({"deterministic"}))
-        return [
-            Problem("prefill", axis, 1, 1, K, V, state_dtype=state_dtype, options=some, **tokens)
-            for some in options
-        ]
+    def shipped(self, model: Model) -> list[Problem]:
+        options = ((), ("checkpoints",), ("deterministic",))
+        return [model.problem("prefill", options=x) for x in options]
 
     def launch(self, problem: Problem, plan: Plan, a: Arguments) -> Launch:
         return PrefillLaunch(self, problem, plan, a)

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from .. import compile, reference
@@ -24,6 +23,7 @@ from .launch import (
     LARGE,
     MIB,
     Launch,
+    Model,
     Operation,
     Plan,
     Schedule,
@@ -33,7 +33,6 @@ from .launch import (
     buffer_of,
     norm_of,
     ready,
-    shipped_norms,
     state_sizes,
     state_width,
     tokens_of,
@@ -189,23 +188,13 @@ class Verify(StateOperation):
         facts |= dict(tree=True) if _has_tree(problem) else {}
         return compile.Variant("verify", tuple(facts.items()))
 
-    def shipped(
-        self,
-        axis: str,
-        K: int,
-        V: int,
-        state_dtype: torch.dtype,
-        tokens: dict[str, Any],
-        ring: bool,
-        trees: bool,
-    ) -> list[Problem]:
-        facts = dict(state_dtype=state_dtype, **tokens)
-        rows = [frozenset[str](), *([frozenset({"buffer_lens_i32"})] if ring else [])]
-        drafts = [frozenset[str](), *([frozenset({"parents_i32"})] if trees else [])]
+    def shipped(self, model: Model) -> list[Problem]:
+        rows = ((), ("buffer_lens_i32",)) if model.ring else ((),)
+        drafts = ((), ("parents_i32",)) if model.trees else ((),)
         return [
-            Problem("verify", axis, 1, 1, K, V, T, options=norm.union(*options), **facts)
-            for T, norm, *options in itertools.product(
-                TOKEN_TILES, shipped_norms(tokens), rows, drafts
+            model.problem("verify", T, (*norm, *lens, *parents))
+            for T, norm, lens, parents in itertools.product(
+                TOKEN_TILES, model.norms(), rows, drafts
             )
         ]
 
