@@ -85,19 +85,8 @@ def chunk_gated_delta_rule(
     _one_of("chunk_size", chunk_size, (16, 32, 64))
     _fits_graph(cu_seqlens, use_graph, max_num_seqs, g.device)
     gate = _gate(g, use_gate_in_kernel, A_log, dt_bias)
-    tokens = Tokens(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        gate,
-        scale,
-        use_qk_l2norm_in_kernel,
-        use_beta_sigmoid_in_kernel,
-        allow_neg_eigval,
-        cu_seqlens,
-    )
+    flags = use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval
+    tokens = Tokens(q, k, v, g, beta, gate, scale, *flags, cu_seqlens)
     states = (initial_state, output_final_state, state_v_first, transpose_state_layout)
     return _run(tokens, *states, max_seqlen=longest(cu_seqlens, cu_seqlens_cpu, g.device))
 
@@ -141,27 +130,10 @@ def fused_recurrent_gated_delta_rule(
         gate = Gate.log()
     g = v.new_zeros(v.shape[:3]) if g is None else g
     beta = v.new_ones(v.shape[:3]) if beta is None else beta
-    tokens = Tokens(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        gate,
-        scale,
-        use_qk_l2norm_in_kernel,
-        use_beta_sigmoid_in_kernel,
-        allow_neg_eigval,
-        cu_seqlens,
-    )
-    return _run(
-        tokens,
-        initial_state,
-        output_final_state,
-        state_v_first,
-        transpose_state_layout,
-        step=True,
-    )
+    flags = use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval
+    tokens = Tokens(q, k, v, g, beta, gate, scale, *flags, cu_seqlens)
+    states = (initial_state, output_final_state, state_v_first, transpose_state_layout)
+    return _run(tokens, *states, step=True)
 
 
 def chunk_kda(
@@ -198,27 +170,10 @@ def chunk_kda(
         safe_bound(lower_bound)
     _fits_graph(cu_seqlens, use_graph, max_num_seqs, g.device)
     gate = _gate(g, use_gate_in_kernel, A_log, dt_bias, lower_bound)
-    tokens = Tokens(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        gate,
-        scale,
-        use_qk_l2norm_in_kernel,
-        use_beta_sigmoid_in_kernel,
-        allow_neg_eigval,
-        cu_seqlens,
-    )
-    return _run(
-        tokens,
-        initial_state,
-        output_final_state,
-        state_v_first,
-        transpose_state_layout,
-        max_seqlen=longest(cu_seqlens, cu_seqlens_cpu, g.device),
-    )
+    flags = use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval
+    tokens = Tokens(q, k, v, g, beta, gate, scale, *flags, cu_seqlens)
+    states = (initial_state, output_final_state, state_v_first, transpose_state_layout)
+    return _run(tokens, *states, max_seqlen=longest(cu_seqlens, cu_seqlens_cpu, g.device))
 
 
 def fused_recurrent_kda(
@@ -232,27 +187,10 @@ def fused_recurrent_kda(
     """KDA, usually for a few tokens: arguments as for chunk_kda."""
     rank("g", g, "B, T, HV, K")
     gate = _gate(g, use_gate_in_kernel, A_log, dt_bias, lower_bound)
-    tokens = Tokens(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        gate,
-        scale,
-        use_qk_l2norm_in_kernel,
-        use_beta_sigmoid_in_kernel,
-        allow_neg_eigval,
-        cu_seqlens,
-    )
-    return _run(
-        tokens,
-        initial_state,
-        output_final_state,
-        state_v_first,
-        transpose_state_layout,
-        step=True,
-    )
+    flags = use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval
+    tokens = Tokens(q, k, v, g, beta, gate, scale, *flags, cu_seqlens)
+    states = (initial_state, output_final_state, state_v_first, transpose_state_layout)
+    return _run(tokens, *states, step=True)
 
 
 # ------------------------------------------------------------------------------------------ shared
