@@ -21,7 +21,6 @@ ROOT = Path(__file__).parents[1]
 PAGES = (
     "README.md",
     "docs/kernels/decode.md",
-    "docs/kernels/decode-log.md",
     "docs/kernels/verify.md",
     "docs/kernels/prefill.md",
     "docs/engines.md",
@@ -195,24 +194,6 @@ def trees() -> str:
     return table("[2, 2, 2], 14 drafts", *(f"B = {B}" for B in (1, 8, 64)), rows=rows)
 
 
-def states8() -> str:
-    """States rounded every L tokens: a model's loss, and errors of synthetic outputs in %."""
-    model, tokens = (
-        {cell["label"]: cell for cell in cells(f"states8/{subject}")}
-        for subject in ("tiny_memory", "synthetic")
-    )
-    names = ("bf16 L=1", "bf16 L=16", "e4m3, 32 channels L=16", "int8, 32 channels L=1")
-    names += ("int8, 32 channels L=16", "int8, 32 rows of a channel L=16")
-    heads = ("GDN slow", "GDN held", "KDA fading")
-    rows = {}
-    for name in names:
-        errors = [tokens[name]["errors"][head][1:] for head in heads]
-        nats = round(1000 * model[name]["beyond"], 2) + 0.0  # no -0.00
-        rows[name] = [f"{nats:.2f}", str(model[name]["equal"])]
-        rows[name] += [", ".join(f"{float(f'{100 * x:.2g}'):,g}" for x in pair) for pair in errors]
-    return table("states", "0.001 nats a byte", "bytes equal", *heads, rows=rows)
-
-
 def table(*heads: str, rows: dict[str, list[str]]) -> str:
     lines = [heads, ("---",) * len(heads), *((name, *columns) for name, columns in rows.items())]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -362,7 +343,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "decode": lambda: summary("best peer's time over ours", decode()),
     "buffer": buffered,
     "trees": trees,
-    "states8": states8,
     "layer": lambda: summary(
         "the engines' time over ours, with a convolution in front of one token", layer()
     ),
