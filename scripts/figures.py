@@ -86,6 +86,40 @@ def decode() -> dict[str, Group]:
     }
 
 
+def us(x: float) -> str:
+    """A time in us with three digits."""
+    return f"{x:.{max(0, 2 - math.floor(math.log10(x)))}f}"
+
+
+def decode_us() -> str:
+    """One token, bf16 states: our time, the fastest peer's, a copy's."""
+    rows = {}
+    for cell in cells("decode"):
+        shown = cell["series"] in ("GDN 16/64 bf16 T=1", "KDA 32/32 bf16 T=1")
+        if shown and cell["sequences"] in (1, 8, 64, 512):
+            peer = min((x["us"], name) for name, x in cell["peers"].items() if x["us"])
+            times = [us(cell["us"]), us(peer[0]), PEERS[peer[1]], us(cell["copy_us"])]
+            rows[cell["label"].replace(" T=1", "")] = times
+    return table("one token, us", "ours", "best peer", "its name", "copy", rows=rows)
+
+
+PEERS = dict(flashinfer="FlashInfer", sglang="SGLang", fla="FLA")
+
+
+def verify_us() -> str:
+    """Six drafts: verify, flush, their chain, and peers that keep a state per draft."""
+    rows = {}
+    for cell in cells("speculate"):
+        heads, parts, peers = cell["heads"], cell["parts"], cell["peers"]
+        shown = peers and cell["tokens"] == 6 and cell["sequences"] in (1, 8, 64)
+        if shown and heads in ([16, 64], [32, 32]):
+            times = [parts["verify"], parts["flush"], cell["us"]]
+            times += [peers[name]["us"] for name in ("sglang", "flashinfer", "cached")]
+            rows[cell["label"].replace(" T=6", "")] = [us(x) if x else "-" for x in times]
+    heads = ("verify", "flush", "both", "SGLang", "FlashInfer", "cached")
+    return table("6 drafts, us", *heads, rows=rows)
+
+
 def verify(*peers: str) -> dict[str, Group]:
     families: dict[str, list[Cell]] = {}
     for cell in cells("speculate"):
@@ -177,12 +211,11 @@ def buffered() -> str:
     """Bare decode's time and SGLang's ReplaySSM's over that of decode with a buffer."""
     rows: dict[str, list[str]] = {}
     for cell in cells("buffer"):
-        us, row = cell["us"], rows.setdefault(cell["series"], ["", ""])
         peer = cell["peers"].get("replayssm", {}).get("us")
-        for i, theirs in enumerate((cell["parts"]["decode"], peer)):
-            row[i] += f", {down(theirs / us)}" if theirs else ""
-    rows = {name: [x.removeprefix(", ") or "-" for x in row] for name, row in rows.items()}
-    return table("B = 1, 8, 64, 256", "bare decode", "ReplaySSM", rows=rows)
+        for name, theirs in (("bare decode", cell["parts"]["decode"]), ("ReplaySSM", peer)):
+            if theirs:
+                rows.setdefault(f"{cell['series']}: {name}", []).append(down(theirs / cell["us"]))
+    return table("", *(f"B = {B}" for B in (1, 8, 64, 256)), rows=rows)
 
 
 def trees() -> str:
@@ -340,6 +373,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "kernels vllm": lambda: kernels("vllm"),
     "tokens sglang": lambda: tokens("sglang"),
     "tokens vllm": lambda: tokens("vllm"),
+    "decode us": decode_us,
+    "verify us": verify_us,
     "decode": lambda: summary("best peer's time over ours", decode()),
     "buffer": buffered,
     "trees": trees,
