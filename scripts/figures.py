@@ -224,7 +224,7 @@ def trees() -> str:
     for cell in cells("trees"):
         ratio = cell["us"] / cell["parts"]["chain"]
         rows.setdefault(cell["series"], []).append(f"{math.ceil(ratio * 100 - 1e-9) / 100:.2f}")
-    return table("[2, 2, 2], 14 drafts", *(f"B = {B}" for B in (1, 8, 64)), rows=rows)
+    return table("`[2, 2, 2]`, 14 drafts", *(f"B = {B}" for B in (1, 8, 64)), rows=rows)
 
 
 def table(*heads: str, rows: dict[str, list[str]]) -> str:
@@ -251,29 +251,33 @@ def readme() -> str:
     return summary("best peer's time over ours, one H200", groups)
 
 
-def verify_page() -> str:
-    best, sglang, cached = verify("sglang", "flashinfer"), verify("sglang"), verify("cached")
+def verify_peers() -> str:
+    """Our chain against single peers, and the memory of drafts."""
     memory: dict[str, float] = {}
     for cell in cells("speculate"):
         if cell["peers"] and cell["tokens"] == 4:
             memory[f"verify and flush, {cell['family']} states"] = cell["facts"]["memory_ratio"]
+    peers = [verify(name) for name in ("sglang", "cached")]
     rows = {
-        name: [
-            *best[name].columns,
-            *(f"{peer[name].mean}, {peer[name].least}" for peer in (sglang, cached)),
-            f"{math.floor(memory[name])} times less",
-        ]
-        for name in best
+        name: [x for peer in peers for x in (peer[name].mean, peer[name].least)]
+        + [f"{math.floor(ratio)} times less"]
+        for name, ratio in memory.items()
     }
-    heads = (
-        "best peer's time over our chain's",
-        "cells",
-        "geometric mean",
-        "least",
-        "behind in",
-        "SGLang: mean, least",
-    )
-    return table(*heads, "cached: mean, least", "rollback memory, T=4", rows=rows)
+    heads = ("SGLang: mean", "least", "cached: mean", "least", "rollback memory, T=4")
+    return table("a peer's time over our chain's", *heads, rows=rows)
+
+
+def replayssm() -> str:
+    """A round of four drafts: ours, half of two rounds, ReplaySSM, a state per draft."""
+    rows = {}
+    for cell in cells("replayssm"):
+        heads, peers = cell["heads"], cell["peers"]
+        shown = cell["tokens"] == 4 and cell["sequences"] in (1, 8, 64)
+        if shown and heads in ([16, 64], [32, 32]):
+            times = [cell["us"], cell["parts"]["two_rounds"] / 2]
+            times += [peers[name]["us"] for name in ("replayssm", "sglang")]
+            rows[cell["label"].replace(" T=4", "")] = [us(x) for x in times]
+    return table("", "ours", "two rounds", "ReplaySSM", "a state per draft", rows=rows)
 
 
 def served(engine: str) -> str:
@@ -381,7 +385,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "layer": lambda: summary(
         "the engines' time over ours, with a convolution in front of one token", layer()
     ),
-    "verify": verify_page,
+    "verify": lambda: summary("best peer's time over our chain's", verify("sglang", "flashinfer")),
+    "verify peers": verify_peers,
+    "replayssm": replayssm,
     "prefill raw": lambda: summary(
         "best peer's time over ours, all from raw inputs", prefill("raw_ratio")
     ),
