@@ -1,4 +1,4 @@
-"""Writes the tables of README.md and docs/ from benchmarks/results/*.json.
+"""Writes the tables of README.md and docs/, and a picture, from benchmarks/results/*.json.
 
     python scripts/figures.py           # between <!-- figures: NAME --> and <!-- end -->
     python scripts/figures.py --check   # only names the pages that differ, and fails
@@ -20,12 +20,15 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parents[1]
 PAGES = (
     "README.md",
+    "docs/benchmarks.md",
     "docs/kernels/decode.md",
     "docs/kernels/verify.md",
     "docs/kernels/prefill.md",
     "docs/engines.md",
     "docs/gpus.md",
 )
+
+PICTURE = "docs/speed.svg"
 
 Cell = dict[str, Any]
 
@@ -243,12 +246,71 @@ def summary(title: str, groups: dict[str, Group]) -> str:
     )
 
 
-def readme() -> str:
+def operations() -> dict[str, Group]:
+    """The groups of all operations, from a peer's raw inputs."""
     step = Group.of(cells("layer"), against())
     groups = decode() | {"a layer's decode step, with its convolution and norm": step}
-    groups |= verify("sglang", "flashinfer") | prefill("raw_ratio")
-    groups |= made_beforehand(prefill("ratio"))
+    return groups | verify("sglang", "flashinfer") | prefill("raw_ratio")
+
+
+def all_operations() -> str:
+    groups = operations() | made_beforehand(prefill("ratio"))
     return summary("best peer's time over ours, one H200", groups)
+
+
+def headline() -> str:
+    """A figure each for decode, prefill and time to first token in an engine."""
+    cell = next(c for c in cells("serve/sglang") if c["label"] == "64 x 512")
+    engine, ours = cell["ttft_ms"].values()
+    prompts = prefill("raw_ratio")["prefill, GDN"]
+    tokens = decode()["decode, 1 token, bf16 states"]
+    rows = {
+        "decode of a token, bf16 states": [
+            f"**{tokens.mean}** (mean of {len(tokens.ratios)} shapes)",
+            "the best of FlashInfer, SGLang, FLA",
+            "`python -m benchmarks measure decode --peers flashinfer,sglang,fla`",
+        ],
+        "prefill of GDN, raw inputs": [
+            f"**{prompts.mean}** (mean of {len(prompts.ratios)} shapes)",
+            "the best of FlashInfer, FlashQLA, FLA",
+            "`python -m benchmarks measure prefill --peers fla,flashinfer,flashqla`",
+        ],
+        "time to first token, 64 prompts of 512 tokens": [
+            f"**{down(cell['ttft_ratio'])}** ({ours:.1f} ms for {engine:.1f})",
+            "SGLang's own kernels, 8 layers with Qwen3-Next's sizes",
+            "`python -m benchmarks serve sglang --starts 3`",
+        ],
+    }
+    return table("one H200", "times as fast", "as", "command", rows=rows)
+
+
+def picture() -> str:
+    """A bar for each group: the geometric mean of the best peer's time over ours; a tick: least."""
+    groups = operations()
+    left, unit, step, top = 380, 130, 24, 46
+    bottom = top + step * len(groups)
+    size = f"0 0 {left + 3 * unit + 20} {bottom + 30}"
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{size}" font-size="12"',
+        '  font-family="sans-serif" fill="#222">',
+        '<rect width="100%" height="100%" fill="#fff"/>',
+        '<text x="10" y="22" font-weight="bold">Best peer\'s time over ours, one H200</text>',
+        f'<text x="{left}" y="22">bar: geometric mean; tick: least of all shapes</text>',
+    ]
+    for x in (1, 2, 3):
+        at, dash = left + x * unit, "" if x == 1 else ' stroke-dasharray="2 4"'
+        lines.append(f'<path d="M{at} {top - 8}V{bottom}" stroke="#888"{dash}/>')
+        lines.append(f'<text x="{at}" y="{bottom + 18}" text-anchor="middle">{x}</text>')
+    for i, (name, group) in enumerate(groups.items()):
+        y, end = top + step * i, left + float(group.mean) * unit
+        least = left + float(group.least) * unit
+        lines += [
+            f'<text x="10" y="{y + 12}">{name}</text>',
+            f'<rect x="{left}" y="{y}" width="{end - left:.1f}" height="16" fill="#76b900"/>',
+            f'<path d="M{least:.1f} {y - 2}v20" stroke="#222" stroke-width="2"/>',
+            f'<text x="{end + 6:.1f}" y="{y + 12}">{group.mean}</text>',
+        ]
+    return "\n".join([*lines, "</svg>", ""])
 
 
 def verify_peers() -> str:
@@ -369,7 +431,8 @@ def prefill_rules() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "readme": readme,
+    "headline": headline,
+    "all": all_operations,
     "serve sglang": lambda: served("sglang"),
     "serve vllm": lambda: served("vllm"),
     "serve transformers": lambda: served("transformers"),
@@ -418,13 +481,12 @@ def main() -> None:
         "--check", action="store_true", help="write nothing; fail where a page differs"
     )
     check = parser.parse_args().check
-    stale = {
-        page: new for page in PAGES if (new := filled(old := (ROOT / page).read_text())) != old
-    }
-    for page, text in stale.items():
-        print(f"{page} {'differs from' if check else 'now has'} the figures of benchmarks/results")
+    new = {page: filled((ROOT / page).read_text()) for page in PAGES} | {PICTURE: picture()}
+    stale = [name for name, text in new.items() if (ROOT / name).read_text() != text]
+    for name in stale:
+        print(f"{name} {'differs from' if check else 'now has'} the figures of benchmarks/results")
         if not check:
-            (ROOT / page).write_text(text)
+            (ROOT / name).write_text(new[name])
     sys.exit(bool(stale) and check)
 
 

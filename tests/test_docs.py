@@ -122,7 +122,7 @@ def figures(monkeypatch):
 
 
 def test_a_wrong_figure_is_noticed(figures):
-    page = (ROOT / "README.md").read_text()
+    page = (ROOT / "docs/benchmarks.md").read_text()
     assert figures.filled(page) == page
     wrong = page.replace("| 160 |", "| 16 |")
     assert figures.filled(wrong) == page != wrong
