@@ -25,6 +25,7 @@ PAGES = (
     "docs/kernels/verify.md",
     "docs/kernels/prefill.md",
     "docs/engines.md",
+    "docs/engines-measured.md",
     "docs/gpus.md",
 )
 
@@ -348,26 +349,43 @@ def served(engine: str) -> str:
     for cell in cells(f"serve/{engine}"):
         columns = rows[cell["label"]] = []
         for name, digits in (("ttft", 1), ("tpot", 2)):
-            columns.append(ranged(cell, f"{name}_ms", digits))
+            columns += ranged(cell, f"{name}_ms", digits)
             columns.append(down(cell[f"{name}_ratio"]) + judged(cell, f"{name}_ms"))
-    heads = (
-        "prompts x tokens",
-        "TTFT, ms: its kernels, ours",
-        "ratio",
-        "TPOT, ms: its kernels, ours",
-        "ratio",
-    )
-    return table(*heads, rows=rows)
+    heads = ("TTFT, ms: its kernels", "ours", "ratio", "TPOT, ms: its kernels", "ours", "ratio")
+    return table("prompts x tokens", *heads, rows=rows)
 
 
-def ranged(cell: Cell, name: str, digits: int) -> str:
+def serving() -> str:
+    """The least and most ratios of each engine's wall times, and of its prefill's kernels."""
+    rows = {}
+    for name, engine in (("SGLang", "sglang"), ("vLLM", "vllm")):
+        measured = cells(f"serve/{engine}")
+        kernels = [x for x in measured if "kernels_us" in x]
+        columns = [[float(down(x[f"{time}_ratio"])) for x in measured] for time in ("ttft", "tpot")]
+        columns.append([float(ratio(x, "prefill all")) for x in kernels])
+        columns.append([float(ratio(x, "decode all")) for x in kernels])
+        rows[name] = [f"{min(x):.2f} to {max(x):.2f}" for x in columns]
+    heads = ("time to first token", "time per token", "prefill's kernels", "a step's kernels")
+    return table("", *heads, rows=rows)
+
+
+def ring() -> str:
+    """us of a step's kernels with SGLang's ring of decoded tokens."""
+    rows = {}
+    for cell in cells("serve/sglang_ring"):
+        times = cell["kernels_us"]["decode all"].values()
+        rows[cell["label"]] = [f"{x:,.0f}" for x in times]
+    return table("prompts x tokens", "SGLang's ring", "ours", rows=rows)
+
+
+def ranged(cell: Cell, name: str, digits: int) -> list[str]:
     """A time with the engine's kernels and with ours, each with its least and most if known."""
     times = []
     for side, median in cell[name].items():
         least, most = cell.get("spread", {}).get(name, {}).get(side, (median, median))
         ends = f" ({least:.{digits}f}-{most:.{digits}f})" if least < most else ""
         times.append(f"{median:.{digits}f}{ends}")
-    return ", ".join(times)
+    return times
 
 
 def judged(cell: Cell, name: str) -> str:
@@ -433,12 +451,16 @@ def prefill_rules() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "headline": headline,
     "all": all_operations,
+    "serve": serving,
+    "ring sglang": ring,
     "serve sglang": lambda: served("sglang"),
     "serve vllm": lambda: served("vllm"),
     "serve transformers": lambda: served("transformers"),
     "kernels sglang": lambda: kernels("sglang"),
     "kernels sglang drafts": lambda: kernels("sglang_drafts_kernels"),
+    "kernels sglang kimi": lambda: kernels("sglang_kimi_kernels"),
     "kernels vllm": lambda: kernels("vllm"),
+    "kernels vllm kimi": lambda: kernels("vllm_kimi_kernels"),
     "tokens sglang": lambda: tokens("sglang"),
     "tokens vllm": lambda: tokens("vllm"),
     "decode us": decode_us,

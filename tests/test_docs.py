@@ -150,7 +150,7 @@ def test_several_starts_show_ranges_and_a_verdict(figures, monkeypatch):
         for i in range(3)
     ]
     monkeypatch.setattr(figures, "cells", lambda name: serve.compared(starts))
-    times = "10.0 (9.0-11.0), 9.0 (8.0-10.0) | 1.11 within | 2.00, 1.00 | 2.00 ahead"
+    times = "10.0 (9.0-11.0) | 9.0 (8.0-10.0) | 1.11 within | 2.00 | 1.00 | 2.00 ahead"
     assert figures.served("sglang").splitlines()[2:] == [f"| 1 x 512 | {times} |"]
     assert figures.kernels("sglang").splitlines()[2].endswith("| 1.00 within |")
 
