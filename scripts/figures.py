@@ -465,21 +465,13 @@ TABLES: dict[str, Callable[[], str]] = {
     "tokens vllm": lambda: tokens("vllm"),
     "decode us": decode_us,
     "verify us": verify_us,
-    "decode": lambda: summary("best peer's time over ours", decode()),
     "buffer": buffered,
     "trees": trees,
     "layer": lambda: summary(
         "the engines' time over ours, with a convolution in front of one token", layer()
     ),
-    "verify": lambda: summary("best peer's time over our chain's", verify("sglang", "flashinfer")),
     "verify peers": verify_peers,
     "replayssm": replayssm,
-    "prefill raw": lambda: summary(
-        "best peer's time over ours, all from raw inputs", prefill("raw_ratio")
-    ),
-    "prefill made": lambda: summary(
-        "best peer's time over ours, peers' inputs made beforehand", prefill("ratio")
-    ),
     "prefill h100": h100,
     "prefill rules": prefill_rules,
     "levels": levels,
