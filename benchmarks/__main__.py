@@ -1,4 +1,4 @@
-"""python -m benchmarks: measure, plot, serve, tokens, states8."""
+"""python -m benchmarks: measure, plot, serve, tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from gated_delta.results import Refusal, Report, make_table, one_line, tracked
 
 from . import layers
 from . import serve as serving
-from . import states8 as eight_bits
 from . import tokens as answers
 from .cells import BUFFERED, CELLS, PREFILL_TP, TREES, by_label
 from .measure import Runner, environment, run_facts
@@ -328,43 +327,6 @@ def tokens(
             report.keep(content)
     report.write(content)
     report.leave(any(row["equal"] is None for row in rows))
-
-
-@app.command()
-def states8(
-    subject: Annotated[
-        str,
-        typer.Argument(help="synthetic, or a checkpoint of scripts/train_tiny_model.py."),
-    ],
-    file: Annotated[
-        Path | None,
-        typer.Argument(
-            help="JSON, which keeps its other formats; benchmarks/results/states8/SUBJECT.json."
-        ),
-    ] = None,
-    filter: Annotated[
-        str, typer.Option(help="Only formats whose names match this regular expression: 'int8'.")
-    ] = "",
-) -> None:
-    """Measure what states of 8 bits lose if they are rounded every L tokens, on a CPU."""
-    chosen = {name: x for name, x in eight_bits.FORMATS.items() if pattern(filter).search(name)}
-    if not chosen:
-        names = "; ".join(eight_bits.FORMATS)
-        raise typer.BadParameter(f"expected a filter of {names}", param_hint="--filter")
-    file = file or RESULTS / f"states8/{Path(subject).name}.json"
-    report = Report("benchmarks states8", True, file)
-    before = json.loads(file.read_text()) if file.exists() and file.stat().st_size else {}
-    rows: list[dict[str, Any]] = []
-    content: dict[str, Any] = {}
-    run = environment(torch.device("cpu"), {}) | dict(subject=Path(subject).name)
-    with report.measuring():
-        for row in eight_bits.measured(subject, chosen):
-            rows.append(row)
-            content = dict(command="benchmarks states8", **merged(before, rows, run, ()))
-            report.keep(content)
-    if content:
-        report.write(content)
-    report.leave()
 
 
 def pattern(filter: str) -> re.Pattern[str]:

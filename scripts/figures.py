@@ -1,4 +1,4 @@
-"""Writes the tables of README.md and docs/ from benchmarks/results/*.json.
+"""Writes the tables of README.md and docs/, and a picture, from benchmarks/results/*.json.
 
     python scripts/figures.py           # between <!-- figures: NAME --> and <!-- end -->
     python scripts/figures.py --check   # only names the pages that differ, and fails
@@ -20,13 +20,16 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parents[1]
 PAGES = (
     "README.md",
+    "docs/benchmarks.md",
     "docs/kernels/decode.md",
-    "docs/kernels/decode-log.md",
     "docs/kernels/verify.md",
     "docs/kernels/prefill.md",
     "docs/engines.md",
+    "docs/engines-measured.md",
     "docs/gpus.md",
 )
+
+PICTURE = "docs/speed.svg"
 
 Cell = dict[str, Any]
 
@@ -85,6 +88,40 @@ def decode() -> dict[str, Group]:
         name: Group.of((c for c in cells("decode") if c["family"] == family), against())
         for family, name in names.items()
     }
+
+
+def us(x: float) -> str:
+    """A time in us with three digits."""
+    return f"{x:.{max(0, 2 - math.floor(math.log10(x)))}f}"
+
+
+def decode_us() -> str:
+    """One token, bf16 states: our time, the fastest peer's, a copy's."""
+    rows = {}
+    for cell in cells("decode"):
+        shown = cell["series"] in ("GDN 16/64 bf16 T=1", "KDA 32/32 bf16 T=1")
+        if shown and cell["sequences"] in (1, 8, 64, 512):
+            peer = min((x["us"], name) for name, x in cell["peers"].items() if x["us"])
+            times = [us(cell["us"]), us(peer[0]), PEERS[peer[1]], us(cell["copy_us"])]
+            rows[cell["label"].replace(" T=1", "")] = times
+    return table("one token, us", "ours", "best peer", "its name", "copy", rows=rows)
+
+
+PEERS = dict(flashinfer="FlashInfer", sglang="SGLang", fla="FLA")
+
+
+def verify_us() -> str:
+    """Six drafts: verify, flush, their chain, and peers that keep a state per draft."""
+    rows = {}
+    for cell in cells("speculate"):
+        heads, parts, peers = cell["heads"], cell["parts"], cell["peers"]
+        shown = peers and cell["tokens"] == 6 and cell["sequences"] in (1, 8, 64)
+        if shown and heads in ([16, 64], [32, 32]):
+            times = [parts["verify"], parts["flush"], cell["us"]]
+            times += [peers[name]["us"] for name in ("sglang", "flashinfer", "cached")]
+            rows[cell["label"].replace(" T=6", "")] = [us(x) if x else "-" for x in times]
+    heads = ("verify", "flush", "both", "SGLang", "FlashInfer", "cached")
+    return table("6 drafts, us", *heads, rows=rows)
 
 
 def verify(*peers: str) -> dict[str, Group]:
@@ -178,12 +215,11 @@ def buffered() -> str:
     """Bare decode's time and SGLang's ReplaySSM's over that of decode with a buffer."""
     rows: dict[str, list[str]] = {}
     for cell in cells("buffer"):
-        us, row = cell["us"], rows.setdefault(cell["series"], ["", ""])
         peer = cell["peers"].get("replayssm", {}).get("us")
-        for i, theirs in enumerate((cell["parts"]["decode"], peer)):
-            row[i] += f", {down(theirs / us)}" if theirs else ""
-    rows = {name: [x.removeprefix(", ") or "-" for x in row] for name, row in rows.items()}
-    return table("B = 1, 8, 64, 256", "bare decode", "ReplaySSM", rows=rows)
+        for name, theirs in (("bare decode", cell["parts"]["decode"]), ("ReplaySSM", peer)):
+            if theirs:
+                rows.setdefault(f"{cell['series']}: {name}", []).append(down(theirs / cell["us"]))
+    return table("", *(f"B = {B}" for B in (1, 8, 64, 256)), rows=rows)
 
 
 def trees() -> str:
@@ -192,25 +228,7 @@ def trees() -> str:
     for cell in cells("trees"):
         ratio = cell["us"] / cell["parts"]["chain"]
         rows.setdefault(cell["series"], []).append(f"{math.ceil(ratio * 100 - 1e-9) / 100:.2f}")
-    return table("[2, 2, 2], 14 drafts", *(f"B = {B}" for B in (1, 8, 64)), rows=rows)
-
-
-def states8() -> str:
-    """States rounded every L tokens: a model's loss, and errors of synthetic outputs in %."""
-    model, tokens = (
-        {cell["label"]: cell for cell in cells(f"states8/{subject}")}
-        for subject in ("tiny_memory", "synthetic")
-    )
-    names = ("bf16 L=1", "bf16 L=16", "e4m3, 32 channels L=16", "int8, 32 channels L=1")
-    names += ("int8, 32 channels L=16", "int8, 32 rows of a channel L=16")
-    heads = ("GDN slow", "GDN held", "KDA fading")
-    rows = {}
-    for name in names:
-        errors = [tokens[name]["errors"][head][1:] for head in heads]
-        nats = round(1000 * model[name]["beyond"], 2) + 0.0  # no -0.00
-        rows[name] = [f"{nats:.2f}", str(model[name]["equal"])]
-        rows[name] += [", ".join(f"{float(f'{100 * x:.2g}'):,g}" for x in pair) for pair in errors]
-    return table("states", "0.001 nats a byte", "bytes equal", *heads, rows=rows)
+    return table("`[2, 2, 2]`, 14 drafts", *(f"B = {B}" for B in (1, 8, 64)), rows=rows)
 
 
 def table(*heads: str, rows: dict[str, list[str]]) -> str:
@@ -229,37 +247,100 @@ def summary(title: str, groups: dict[str, Group]) -> str:
     )
 
 
-def readme() -> str:
+def operations() -> dict[str, Group]:
+    """The groups of all operations, from a peer's raw inputs."""
     step = Group.of(cells("layer"), against())
     groups = decode() | {"a layer's decode step, with its convolution and norm": step}
-    groups |= verify("sglang", "flashinfer") | prefill("raw_ratio")
-    groups |= made_beforehand(prefill("ratio"))
+    return groups | verify("sglang", "flashinfer") | prefill("raw_ratio")
+
+
+def all_operations() -> str:
+    groups = operations() | made_beforehand(prefill("ratio"))
     return summary("best peer's time over ours, one H200", groups)
 
 
-def verify_page() -> str:
-    best, sglang, cached = verify("sglang", "flashinfer"), verify("sglang"), verify("cached")
+def headline() -> str:
+    """A figure each for decode, prefill and time to first token in an engine."""
+    cell = next(c for c in cells("serve/sglang") if c["label"] == "64 x 512")
+    engine, ours = cell["ttft_ms"].values()
+    prompts = prefill("raw_ratio")["prefill, GDN"]
+    tokens = decode()["decode, 1 token, bf16 states"]
+    rows = {
+        "decode of a token, bf16 states": [
+            f"**{tokens.mean}** (mean of {len(tokens.ratios)} shapes)",
+            "the best of FlashInfer, SGLang, FLA",
+            "`python -m benchmarks measure decode --peers flashinfer,sglang,fla`",
+        ],
+        "prefill of GDN, raw inputs": [
+            f"**{prompts.mean}** (mean of {len(prompts.ratios)} shapes)",
+            "the best of FlashInfer, FlashQLA, FLA",
+            "`python -m benchmarks measure prefill --peers fla,flashinfer,flashqla`",
+        ],
+        "time to first token, 64 prompts of 512 tokens": [
+            f"**{down(cell['ttft_ratio'])}** ({ours:.1f} ms for {engine:.1f})",
+            "SGLang's own kernels, 8 layers with Qwen3-Next's sizes",
+            "`python -m benchmarks serve sglang --starts 3`",
+        ],
+    }
+    return table("one H200", "times as fast", "as", "command", rows=rows)
+
+
+def picture() -> str:
+    """A bar for each group: the geometric mean of the best peer's time over ours; a tick: least."""
+    groups = operations()
+    left, unit, step, top = 380, 130, 24, 46
+    bottom = top + step * len(groups)
+    size = f"0 0 {left + 3 * unit + 20} {bottom + 30}"
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{size}" font-size="12"',
+        '  font-family="sans-serif" fill="#222">',
+        '<rect width="100%" height="100%" fill="#fff"/>',
+        '<text x="10" y="22" font-weight="bold">Best peer\'s time over ours, one H200</text>',
+        f'<text x="{left}" y="22">bar: geometric mean; tick: least of all shapes</text>',
+    ]
+    for x in (1, 2, 3):
+        at, dash = left + x * unit, "" if x == 1 else ' stroke-dasharray="2 4"'
+        lines.append(f'<path d="M{at} {top - 8}V{bottom}" stroke="#888"{dash}/>')
+        lines.append(f'<text x="{at}" y="{bottom + 18}" text-anchor="middle">{x}</text>')
+    for i, (name, group) in enumerate(groups.items()):
+        y, end = top + step * i, left + float(group.mean) * unit
+        least = left + float(group.least) * unit
+        lines += [
+            f'<text x="10" y="{y + 12}">{name}</text>',
+            f'<rect x="{left}" y="{y}" width="{end - left:.1f}" height="16" fill="#76b900"/>',
+            f'<path d="M{least:.1f} {y - 2}v20" stroke="#222" stroke-width="2"/>',
+            f'<text x="{end + 6:.1f}" y="{y + 12}">{group.mean}</text>',
+        ]
+    return "\n".join([*lines, "</svg>", ""])
+
+
+def verify_peers() -> str:
+    """Our chain against single peers, and the memory of drafts."""
     memory: dict[str, float] = {}
     for cell in cells("speculate"):
         if cell["peers"] and cell["tokens"] == 4:
             memory[f"verify and flush, {cell['family']} states"] = cell["facts"]["memory_ratio"]
+    peers = [verify(name) for name in ("sglang", "cached")]
     rows = {
-        name: [
-            *best[name].columns,
-            *(f"{peer[name].mean}, {peer[name].least}" for peer in (sglang, cached)),
-            f"{math.floor(memory[name])} times less",
-        ]
-        for name in best
+        name: [x for peer in peers for x in (peer[name].mean, peer[name].least)]
+        + [f"{math.floor(ratio)} times less"]
+        for name, ratio in memory.items()
     }
-    heads = (
-        "best peer's time over our chain's",
-        "cells",
-        "geometric mean",
-        "least",
-        "behind in",
-        "SGLang: mean, least",
-    )
-    return table(*heads, "cached: mean, least", "rollback memory, T=4", rows=rows)
+    heads = ("SGLang: mean", "least", "cached: mean", "least", "rollback memory, T=4")
+    return table("a peer's time over our chain's", *heads, rows=rows)
+
+
+def replayssm() -> str:
+    """A round of four drafts: ours, half of two rounds, ReplaySSM, a state per draft."""
+    rows = {}
+    for cell in cells("replayssm"):
+        heads, peers = cell["heads"], cell["peers"]
+        shown = cell["tokens"] == 4 and cell["sequences"] in (1, 8, 64)
+        if shown and heads in ([16, 64], [32, 32]):
+            times = [cell["us"], cell["parts"]["two_rounds"] / 2]
+            times += [peers[name]["us"] for name in ("replayssm", "sglang")]
+            rows[cell["label"].replace(" T=4", "")] = [us(x) for x in times]
+    return table("", "ours", "two rounds", "ReplaySSM", "a state per draft", rows=rows)
 
 
 def served(engine: str) -> str:
@@ -268,26 +349,43 @@ def served(engine: str) -> str:
     for cell in cells(f"serve/{engine}"):
         columns = rows[cell["label"]] = []
         for name, digits in (("ttft", 1), ("tpot", 2)):
-            columns.append(ranged(cell, f"{name}_ms", digits))
+            columns += ranged(cell, f"{name}_ms", digits)
             columns.append(down(cell[f"{name}_ratio"]) + judged(cell, f"{name}_ms"))
-    heads = (
-        "prompts x tokens",
-        "TTFT, ms: its kernels, ours",
-        "ratio",
-        "TPOT, ms: its kernels, ours",
-        "ratio",
-    )
-    return table(*heads, rows=rows)
+    heads = ("TTFT, ms: its kernels", "ours", "ratio", "TPOT, ms: its kernels", "ours", "ratio")
+    return table("prompts x tokens", *heads, rows=rows)
 
 
-def ranged(cell: Cell, name: str, digits: int) -> str:
+def serving() -> str:
+    """The least and most ratios of each engine's wall times, and of its prefill's kernels."""
+    rows = {}
+    for name, engine in (("SGLang", "sglang"), ("vLLM", "vllm")):
+        measured = cells(f"serve/{engine}")
+        kernels = [x for x in measured if "kernels_us" in x]
+        columns = [[float(down(x[f"{time}_ratio"])) for x in measured] for time in ("ttft", "tpot")]
+        columns.append([float(ratio(x, "prefill all")) for x in kernels])
+        columns.append([float(ratio(x, "decode all")) for x in kernels])
+        rows[name] = [f"{min(x):.2f} to {max(x):.2f}" for x in columns]
+    heads = ("time to first token", "time per token", "prefill's kernels", "a step's kernels")
+    return table("", *heads, rows=rows)
+
+
+def ring() -> str:
+    """us of a step's kernels with SGLang's ring of decoded tokens."""
+    rows = {}
+    for cell in cells("serve/sglang_ring"):
+        times = cell["kernels_us"]["decode all"].values()
+        rows[cell["label"]] = [f"{x:,.0f}" for x in times]
+    return table("prompts x tokens", "SGLang's ring", "ours", rows=rows)
+
+
+def ranged(cell: Cell, name: str, digits: int) -> list[str]:
     """A time with the engine's kernels and with ours, each with its least and most if known."""
     times = []
     for side, median in cell[name].items():
         least, most = cell.get("spread", {}).get(name, {}).get(side, (median, median))
         ends = f" ({least:.{digits}f}-{most:.{digits}f})" if least < most else ""
         times.append(f"{median:.{digits}f}{ends}")
-    return ", ".join(times)
+    return times
 
 
 def judged(cell: Cell, name: str) -> str:
@@ -345,34 +443,35 @@ def prefill_rules() -> str:
         problem = Problem("prefill", axis, 1, 1, 128, 128, gate="softplus", **facts)
         variants = rule.kind.variants(problem, True, H200)
         names = [variant.kernel.removeprefix("prefill_") for variant in variants]
-        rows[str(number)] = [rule.kind.name, rule.condition, ", ".join(names), rule.figure]
-    return table("", "schedule", "if", "kernels", "figure", rows=rows)
+        figure, _, h100 = rule.figure.partition("; H100 ")
+        rows[str(number)] = [rule.kind.name, rule.condition, ", ".join(names), figure, h100]
+    return table("", "schedule", "if", "kernels", "figure", "H100", rows=rows)
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "readme": readme,
+    "headline": headline,
+    "all": all_operations,
+    "serve": serving,
+    "ring sglang": ring,
     "serve sglang": lambda: served("sglang"),
     "serve vllm": lambda: served("vllm"),
     "serve transformers": lambda: served("transformers"),
     "kernels sglang": lambda: kernels("sglang"),
     "kernels sglang drafts": lambda: kernels("sglang_drafts_kernels"),
+    "kernels sglang kimi": lambda: kernels("sglang_kimi_kernels"),
     "kernels vllm": lambda: kernels("vllm"),
+    "kernels vllm kimi": lambda: kernels("vllm_kimi_kernels"),
     "tokens sglang": lambda: tokens("sglang"),
     "tokens vllm": lambda: tokens("vllm"),
-    "decode": lambda: summary("best peer's time over ours", decode()),
+    "decode us": decode_us,
+    "verify us": verify_us,
     "buffer": buffered,
     "trees": trees,
-    "states8": states8,
     "layer": lambda: summary(
         "the engines' time over ours, with a convolution in front of one token", layer()
     ),
-    "verify": verify_page,
-    "prefill raw": lambda: summary(
-        "best peer's time over ours, all from raw inputs", prefill("raw_ratio")
-    ),
-    "prefill made": lambda: summary(
-        "best peer's time over ours, peers' inputs made beforehand", prefill("ratio")
-    ),
+    "verify peers": verify_peers,
+    "replayssm": replayssm,
     "prefill h100": h100,
     "prefill rules": prefill_rules,
     "levels": levels,
@@ -396,13 +495,12 @@ def main() -> None:
         "--check", action="store_true", help="write nothing; fail where a page differs"
     )
     check = parser.parse_args().check
-    stale = {
-        page: new for page in PAGES if (new := filled(old := (ROOT / page).read_text())) != old
-    }
-    for page, text in stale.items():
-        print(f"{page} {'differs from' if check else 'now has'} the figures of benchmarks/results")
+    new = {page: filled((ROOT / page).read_text()) for page in PAGES} | {PICTURE: picture()}
+    stale = [name for name, text in new.items() if (ROOT / name).read_text() != text]
+    for name in stale:
+        print(f"{name} {'differs from' if check else 'now has'} the figures of benchmarks/results")
         if not check:
-            (ROOT / page).write_text(text)
+            (ROOT / name).write_text(new[name])
     sys.exit(bool(stale) and check)
 
 

@@ -4,9 +4,6 @@ The model is transformers' Qwen3.5 text model: three Gated DeltaNet layers, one 
 about a million parameters. The text is Python's language reference, `pydoc_data.topics`.
 
     python scripts/train_tiny_model.py --out src/gated_delta/demo/tiny_qwen3_5
-
-The shipped model's gates forget within a few tokens, and it remembers by attention. With --memory
-all layers are Gated DeltaNet and their gates start slow, so the states hold all of the context.
 """
 
 import argparse
@@ -26,9 +23,8 @@ STEPS = 900
 WARMUP_STEPS = 40
 
 
-def tiny_config(**options: object) -> Qwen3_5TextConfig:
+def tiny_config() -> Qwen3_5TextConfig:
     config = Qwen3_5TextConfig(
-        **options,
         vocab_size=256,
         hidden_size=144,
         intermediate_size=384,
@@ -43,18 +39,8 @@ def tiny_config(**options: object) -> Qwen3_5TextConfig:
         max_position_embeddings=4096,
         tie_word_embeddings=True,
     )
-    if "full_attention" in config.layer_types:
-        config.full_attention_interval = 4  # SGLang asks for it
+    config.full_attention_interval = 4  # SGLang asks for it
     return config
-
-
-@torch.no_grad()
-def slow_down(model: torch.nn.Module) -> None:
-    """Start from time constants of 1 to 10,000 tokens."""
-    for layer in model.model.layers:
-        dt = torch.empty_like(layer.linear_attn.dt_bias).uniform_(*map(math.log, (1e-4, 1))).exp()
-        layer.linear_attn.A_log.zero_()
-        layer.linear_attn.dt_bias.copy_(dt.expm1().log())
 
 
 def corpus() -> torch.Tensor:
@@ -62,16 +48,15 @@ def corpus() -> torch.Tensor:
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).long()
 
 
-def sample(data: torch.Tensor, context: int, generator: torch.Generator) -> torch.Tensor:
-    size = (BATCH * CONTEXT // context,)
-    starts = torch.randint(len(data) - context - 1, size, generator=generator)
-    return torch.stack([data[s : s + context] for s in starts.tolist()])
+def sample(data: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    starts = torch.randint(len(data) - CONTEXT - 1, (BATCH,), generator=generator)
+    return torch.stack([data[s : s + CONTEXT] for s in starts.tolist()])
 
 
 @torch.no_grad()
-def held_out_loss(model: torch.nn.Module, data: torch.Tensor, context: int) -> float:
+def held_out_loss(model: torch.nn.Module, data: torch.Tensor) -> float:
     """Mean loss in nats per byte over the held-out tail."""
-    rows = data[: len(data) // context * context].view(-1, context)
+    rows = data[: len(data) // CONTEXT * CONTEXT].view(-1, CONTEXT)
     return model(input_ids=rows, labels=rows).loss.item()
 
 
@@ -86,19 +71,13 @@ def main() -> None:
         default=STEPS,
         help="optimizer steps; the learning rate is annealed over them",
     )
-    parser.add_argument("--memory", action="store_true", help="no attention, slow gates")
     args = parser.parse_args()
 
     torch.manual_seed(SEED)
     generator = torch.Generator().manual_seed(SEED)
     data = corpus()
     train, held_out = data[:-8192], data[-8192:]
-    context = 4 * CONTEXT if args.memory else CONTEXT
-    options = dict(layer_types=["linear_attention"] * 4) if args.memory else {}
-    model = Qwen3_5ForCausalLM(tiny_config(**options))
-    if args.memory:
-        model.config.use_cache = False  # transformers' cache needs a layer of attention
-        slow_down(model)
+    model = Qwen3_5ForCausalLM(tiny_config())
     decayed = [p for p in model.parameters() if p.ndim >= 2]
     plain = [p for p in model.parameters() if p.ndim < 2]
     optimizer = torch.optim.AdamW(
@@ -116,7 +95,7 @@ def main() -> None:
         annealed = 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / args.steps))
         for group in optimizer.param_groups:
             group["lr"] = PEAK_LR * annealed * min(1.0, (step + 1) / WARMUP_STEPS)
-        rows = sample(train, context, generator)
+        rows = sample(train, generator)
         loss = model(input_ids=rows, labels=rows).loss
         optimizer.zero_grad()
         loss.backward()
@@ -126,7 +105,7 @@ def main() -> None:
             minutes = (time.monotonic() - start) / 60
             print(f"step {step:5d}  loss {loss.item():.3f}  {minutes:.1f} minutes", flush=True)
 
-    minutes, loss = (time.monotonic() - start) / 60, held_out_loss(model, held_out, context)
+    minutes, loss = (time.monotonic() - start) / 60, held_out_loss(model, held_out)
     print(f"{args.steps} steps in {minutes:.1f} minutes; held-out loss {loss:.3f} nats per byte")
     model.to(torch.bfloat16).save_pretrained(args.out)
     (args.out / "generation_config.json").unlink(missing_ok=True)

@@ -32,15 +32,12 @@ def reasons_on_the_page(library: str) -> set[str]:
     """Patterns of a library's reasons, ... as a wildcard, and of the common one."""
     common = re.findall(r"is refused\s\(`(\w+)`\)", section("2. Functions and arguments"))
     assert common == ["backward"]
-    items = re.search(
-        r"^Refused: reason; instead\n\n((?:[- ].*\n)+)", section(library), re.M
-    ).group(1)
+    table = r"^\| refused \| reason \| instead \|\n\|[-|]+\n((?:\|.*\n)+)"
     reasons = []
-    for item in re.split(r"^- ", items, flags=re.M)[1:]:
-        _, _, rest = " ".join(item.split()).partition(": ")
-        cited = re.match("(?:`[^`]+`(?:, )?)+", rest)
-        assert cited, item
-        reasons += re.findall("`([^`]+)`", cited.group())
+    for row in re.search(table, section(library), re.M).group(1).splitlines():
+        cited = re.findall("`([^`]+)`", row.split(" | ")[1])
+        assert cited, row
+        reasons += cited
     return {re.escape(reason).replace(r"\.\.\.", ".+") for reason in reasons + common}
 
 

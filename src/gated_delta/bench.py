@@ -262,7 +262,7 @@ def _token_loop(call: Call) -> None:
 def table(op: str, timed: Sequence[Mapping[str, Any]]) -> Table:
     """A table with one row per record."""
     loop = ["token loop us", "ratio"] if timed[0]["token_loop_us"] is not None else []
-    backends = ", ".join(dict.fromkeys(t["backend"] for t in timed))
+    backends = ", ".join(sorted({t["backend"] for t in timed}))
     columns = ("case", "N", "T", "us", "tokens/s", "copy us", "x copy", "host us", *loop)
     level = f", level {timed[0]['level']}" if timed[0]["level"] else ""
     result = make_table(f"{op}, backend {backends}, {timed[0]['device']}{level}", *columns)

@@ -372,7 +372,7 @@ def check(
     if engine is not None:
         from .integrations import preflight
 
-        modes = tuple(x.value for x in dict.fromkeys(op or ()))
+        modes = tuple(x.value for x in Op if x in (op or ()))
         given = (dtype and DTYPES[dtype.value], state_dtype and DTYPES[state_dtype.value])
         server = (tp, drafts, tree, ring, requests, *given, backend.value)
         try:
@@ -403,8 +403,8 @@ def check(
         report.show(*plan.missing(), style="yellow")
 
     columns = ("operation", "cases", "passed", "failed", "unsupported", "worst error / tolerance")
-    backends = dict.fromkeys(record["backend"] for record in records if record["backend"])
-    ran = ", ".join(backends) or ran
+    backends = {record["backend"] for record in records if record["backend"]}
+    ran = ", ".join(sorted(backends)) or ran
     table = make_table(f"backend {ran} on {where}, {time.monotonic() - began:.0f} s", *columns)
     for name in Op:
         of_op = [record for record in records if record["op"] == name.value]
@@ -453,13 +453,13 @@ def _compile_ahead(cases: Sequence[Case], backend: str, device: torch.device) ->
     can_compile = kernels.installed(kernels.COMPILER) and kernels.may_compile()
     if gpu is None or backend == "reference" or not can_compile:
         return
-    variants: dict[kernels.Variant, None] = {}
+    variants: set[kernels.Variant] = set()
     for case in cases:
         work = len(case.lengths), sum(case.lengths)
         for problem in case.problems:
             with contextlib.suppress(UnsupportedProblem):
                 route = select(OPERATIONS[problem.op], problem, device, backend, *work)
-                variants |= dict.fromkeys(route.variants)
+                variants.update(route.variants)
     missing = [(variant, gpu.arch) for variant in variants if kernels.find(variant, gpu) is None]
     if missing:  # a kernel that does not compile fails its case
         build_all(missing, kernels.directory(), min(os.cpu_count() or 1, len(missing)), [])

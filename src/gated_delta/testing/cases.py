@@ -174,7 +174,7 @@ class Case:
         """Every problem that the case runs: a verify fills the buffer of a flush."""
         if self.op != "flush" or self.dtype == torch.float32:
             return [self.problem]
-        layout = {"dense": "dense", **dict.fromkeys(TREES, "tree")}.get(self.layout, "pool")
+        layout = "tree" if self.layout in TREES else "dense" if self.layout == "dense" else "pool"
         return [self.problem, replace(self, op="verify", layout=layout).problem]
 
     @property
