@@ -9,14 +9,16 @@ import json
 import os
 
 import sglang_cpu
+import torch
 
+case = json.loads(os.environ["SGLANG_CASE"])
+if "amx" in case:  # as on such a CPU; sglang_cpu hides it
+    torch.cpu._is_amx_tile_supported = lambda: case["amx"]
 sglang_cpu.install()
 
 from gated_delta import api, dispatch, gpus, ops
 from gated_delta.integrations import sglang_common as common
 from gated_delta.integrations import start
-
-case = json.loads(os.environ["SGLANG_CASE"])
 
 
 class Calls(collections.Counter):

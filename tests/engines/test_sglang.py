@@ -1065,9 +1065,13 @@ class Run:
 
 
 def test_engine_with_chunked_prefill_and_the_prefix_cache(qwen3_5, expected, tmp_path):
-    """In ReplaySSM's ring of four tokens, too: decode folds three tokens and its own."""
+    """In ReplaySSM's ring of four tokens, too: decode folds three tokens and its own.
+
+    The CPU has AMX here, and nothing on the path tells its NUMA nodes.
+    """
     ring = dict(enable_linear_replayssm=True, linear_replayssm_cache_len=4)
-    run = Run(qwen3_5, tmp_path, OURS | dict(mamba_radix_cache_strategy="no_buffer") | ring)
+    engine = OURS | dict(mamba_radix_cache_strategy="no_buffer") | ring
+    run = Run(qwen3_5, tmp_path, engine, dict(PATH=str(tmp_path)), amx=True)
     assert run.tokens(0) == run.tokens(1) == expected
     assert run.cached(0) == [0, 0, 0]
     assert min(run.cached(1)[1:]) > 200
@@ -1104,11 +1108,15 @@ def test_engine_with_states_kept_inside_a_prefill(qwen3_5, expected, tmp_path):
 
 
 def test_engine_with_deterministic_inference(qwen3_5, expected, tmp_path):
-    """Prefills have the engine's flag, and so have the kernels that it looks for when it starts."""
+    """Prefills have the engine's flag, and so have the kernels that it looks for when it starts.
+
+    The CPU has no AMX here.
+    """
     run = Run(
         qwen3_5,
         tmp_path,
         OURS | dict(mamba_radix_cache_strategy="extra_buffer", enable_deterministic_inference=True),
+        amx=False,
     )
     assert run.tokens(0) == run.tokens(1) == expected
     assert run.cached(1)[1] >= 128
@@ -1156,9 +1164,12 @@ def test_engine_that_retracts_requests(qwen3_5, expected, tmp_path):
 
 
 def test_engine_under_tensor_parallelism(qwen3_5, expected, tmp_path):
-    """Two processes with half of the heads each: two value heads, one of keys."""
+    """Two processes with half of the heads each: two value heads, one of keys.
+
+    The CPU has AMX here, for which the engine reduces in shared memory.
+    """
     engine = OURS | dict(mamba_radix_cache_strategy="extra_buffer", tp_size=2)
-    run = Run(qwen3_5, tmp_path, engine, dict(SGLANG_CPU_OMP_THREADS_BIND="0|1"))
+    run = Run(qwen3_5, tmp_path, engine, dict(SGLANG_CPU_OMP_THREADS_BIND="0|1"), amx=True)
     assert run.tokens(0) == run.tokens(1) == expected
     assert len(run.ranks) == 2
     assert run.ranks[0] == run.ranks[1]
