@@ -60,11 +60,15 @@ POISON = float("nan")
 
 @pytest.fixture(autouse=True)
 def _counts_of_its_own():
+    """And torch fills new memory with NaN."""
     torch.set_num_threads(1)
     common.process.calls.clear()
     common.process.refused.clear()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(1).isnan()
     with torch.inference_mode():
         yield
+    torch.use_deterministic_algorithms(False)
 
 
 # -------------------------------------------------------------------- the kernels, without a server
