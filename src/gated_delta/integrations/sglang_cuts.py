@@ -29,9 +29,9 @@ def align() -> None:
     )
     mamba, off = get_exec().mamba, []
     if not get_memory().disable_radix_cache and not mamba.enable_mamba_extra_buffer:
-        off.append("prefixes in the cache, except with --mamba-radix-cache-strategy extra_buffer")
+        off.append("cached prefixes, unless --mamba-radix-cache-strategy is extra_buffer")
     if get_schedule().enable_mixed_chunk:
-        off.append("decodes beside prompts, except without --enable-mixed-chunk")
+        off.append("decodes beside prompts, which --enable-mixed-chunk allows")
     if off:
         common.LOG.warning("gated_delta: bits depend on %s", "; ".join(off))
 
