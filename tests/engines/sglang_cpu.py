@@ -380,6 +380,19 @@ def scatter_windows(*given):
     HybridLinearAttnBackend._scatter_speculative_state_with_mask(*given)
 
 
+def pin_cpu():
+    """Every CPU is one to the engine: x86 without AMX, of one NUMA node.
+
+    It takes other branches for AMX or ARM, which want more of sgl_kernel, and asks lscpu for nodes.
+    """
+    torch.cpu._is_amx_tile_supported = lambda: False  # the engine asks as it is imported
+    from sglang.srt import utils
+
+    for module in (utils, utils.common):
+        module.is_host_cpu_x86, module.is_host_cpu_arm64 = (lambda: True), (lambda: False)
+        module.get_cpu_ids_by_node = lambda: ["0"]
+
+
 libraries = []
 
 
@@ -387,6 +400,7 @@ def stub():
     """Stands in for sgl_kernel alone, as where an engine runs on Triton's kernels."""
     sys.meta_path.insert(0, Stub())
     torch.ops.sgl_kernel = Ops()
+    pin_cpu()
     from sglang.srt.utils import patch_torch
 
     # Its operators do not exist here.
@@ -396,7 +410,6 @@ def stub():
 def install():
     """Call before `import sglang`; each engine process imports the driver's module first."""
     os.environ |= dict(SGLANG_USE_CPU_ENGINE="1", SGLANG_NATIVE_MOVE_KV_CACHE="1")
-    torch._C._cpu._is_amx_tile_supported = lambda: False  # else the engine wants more of sgl_kernel
     # A package index has the CUDA build, and it does not load here.
     library = torch.library.Library("torchvision", "DEF")
     for name in ("nms", "qnms"):

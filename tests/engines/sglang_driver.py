@@ -9,14 +9,16 @@ import json
 import os
 
 import sglang_cpu
+import torch
 
+case = json.loads(os.environ["SGLANG_CASE"])
+if "amx" in case:  # as on such a CPU; sglang_cpu hides it
+    torch.cpu._is_amx_tile_supported = lambda: case["amx"]
 sglang_cpu.install()
 
 from gated_delta import api, dispatch, gpus, ops
 from gated_delta.integrations import sglang_common as common
 from gated_delta.integrations import start
-
-case = json.loads(os.environ["SGLANG_CASE"])
 
 
 class Calls(collections.Counter):
@@ -29,9 +31,9 @@ class Calls(collections.Counter):
 
 
 def record(kernels):
-    """Writes the kernels loaded at the start, the kernels that calls would launch on a GPU, and
-    the longest prompts that prefills were told."""
-    labels_of = dict(looked_for=set(), needed=set(), longest=set())
+    """Writes the kernels loaded at the start, the kernels that calls would launch on a GPU, the
+    longest prompts that prefills were told, and the lengths of their parts of prompts."""
+    labels_of = dict(looked_for=set(), needed=set(), longest=set(), parts=set())
 
     def note(kind, problem):
         labels_of[kind] |= {variant.label for variant in dispatch.variants_of(problem)}
@@ -44,8 +46,9 @@ def record(kernels):
 
     def noted(operation, run_reference):
         def wrapped(a):
-            if operation.name == "prefill" and a.max_seqlen is not None:
-                labels_of["longest"].add(a.max_seqlen)
+            if operation.name == "prefill":
+                labels_of["parts"] |= set(a.cu_seqlens.diff().tolist())
+                labels_of["longest"] |= {a.max_seqlen} - {None}
             note("needed", operation.describe(a))
             return run_reference(a)
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -31,17 +32,21 @@ from sglang.srt.configs import mamba_utils
 from sglang.srt.layers.attention.linear import gdn_backend, kda_backend, utils
 from sglang.srt.layers.attention.linear.kernels.gdn_triton import TritonGDNKernel
 from sglang.srt.layers.attention.linear.kernels.kda_triton import TritonKDAKernel
+from sglang.srt.managers import schedule_policy
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 from sglang.srt.mem_cache.memory_pool import MambaPool
 from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.runtime_context import get_context
+from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_utils import commit_mamba_states_after_verify
 
 import gated_delta
 from gated_delta.gpus import H200
-from gated_delta.integrations import preflight, sglang_kernels, sglang_start, start
+from gated_delta.integrations import preflight, sglang_cuts, sglang_kernels, sglang_start, start
 from gated_delta.integrations import sglang as plugin
 from gated_delta.integrations import sglang_common as common
 from gated_delta.integrations import sglang_kvbuffer as kvbuffer
@@ -55,11 +60,15 @@ POISON = float("nan")
 
 @pytest.fixture(autouse=True)
 def _counts_of_its_own():
+    """And torch fills new memory with NaN."""
     torch.set_num_threads(1)
     common.process.calls.clear()
     common.process.refused.clear()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(1).isnan()
     with torch.inference_mode():
         yield
+    torch.use_deterministic_algorithms(False)
 
 
 # -------------------------------------------------------------------- the kernels, without a server
@@ -873,6 +882,100 @@ def test_the_engine_has_the_functions_that_the_plug_in_replaces(function):
     assert " ".join(inspect.signature(inspect.unwrap(function)).parameters) == EXPECTED[function]
 
 
+# --------------------------------------------------------------------------------- cuts of prompts
+
+
+class Request(mock.MagicMock):
+    extend_len = property(lambda self: self.extend_end - self.prefix_len)
+
+
+class Queue:
+    """The engine's scheduling of prompts alone, with the alignment that its scheduler starts with.
+
+    chunk: tokens in a batch, of which decodes take some. radix: with a prefix cache; without one,
+    prompts that ignore the end of a sequence are cut elsewhere.
+    """
+
+    def __init__(self, chunk, decodes=0, radix=True, align=None):
+        self.chunk, self.decodes, self.radix = chunk, decodes, radix
+        scheduler = SimpleNamespace(truncation_align_size=align)
+        Scheduler.init_mamba_truncation_align(scheduler)
+        self.align = scheduler.truncation_align_size
+
+    def batch(self):
+        tokens = TokenToKVPoolAllocator(2**16, torch.float32, "cpu", None, False)
+        tree = mock.MagicMock(disable=not self.radix, buffer_pipeline=None)
+        tree.full_evictable_size.return_value = 0
+        return schedule_policy.PrefillAdder(
+            1, tree, tokens, None, 1.0, 2**16, self.chunk, self.decodes
+        )
+
+    def add(self, batch, tokens, cached=0):
+        sampling = SamplingParams(max_new_tokens=1, ignore_eos=not self.radix)
+        lists = dict(full_untruncated_fill_ids=range(tokens), origin_input_ids=range(tokens))
+        lists |= dict(output_ids=[], prefix_len=cached, host_hit_length=0, swa_host_hit_length=0)
+        request = Request(**lists, sampling_params=sampling, extend_end=cached)
+        request.needs_host_load_back.return_value = False
+        batch.add_one_req(request, has_chunked_req=False, truncation_align_size=self.align)
+        return request
+
+    def cuts(self, tokens, behind, cached=0):
+        """Of a prompt behind another one: where its parts end."""
+        batch = self.batch()
+        self.add(batch, behind)
+        request = self.add(batch, tokens, cached)
+        if request not in batch.can_run_list:
+            request = self.add(self.batch(), tokens, cached)
+        result = [request.extend_end]
+        while result[-1] < tokens:
+            request.prefix_len = result[-1]
+            self.batch().add_chunked_req(request)
+            assert request.extend_end > result[-1]
+            result.append(request.extend_end)
+        return result
+
+
+@pytest.fixture
+def aligned(monkeypatch):
+    """As after the start of an engine under --enable-deterministic-inference."""
+    monkeypatch.setattr(common.process, "deterministic", True)
+    with get_context().override_server_args(
+        disable_radix_cache=False, enable_mixed_chunk=True, mamba_radix_cache_strategy="no_buffer"
+    ):
+        sglang_cuts.align()
+        yield
+
+
+@pytest.mark.parametrize("radix", [True, False])
+@pytest.mark.parametrize("decodes", [0, 3])
+@pytest.mark.parametrize("chunk", [128, 2000, 8192])
+def test_cuts_of_prompts_lie_on_the_grid(chunk, decodes, radix, aligned):
+    queue = Queue(chunk, decodes, radix)
+    for behind in (1, 60, chunk // 2 + 7):
+        for tokens in (chunk - behind, 2 * chunk + 1, 3 * chunk - 5):
+            for cached in (0, 64) if radix else (0,):
+                *cuts, end = queue.cuts(tokens, behind, cached)
+                assert end == tokens
+                assert not [cut for cut in cuts if cut % 64], (tokens, behind, cached)
+
+
+def test_cuts_of_prompts_are_the_engines_elsewhere(aligned, monkeypatch):
+    """A prompt behind 1,000 tokens, and the engine's own alignment for FlashInfer's attention."""
+    assert Queue(8192).cuts(9000, 1000)[0] == 7168
+    assert Queue(8192, align=4096).cuts(9000, 1000)[0] == 4096
+    monkeypatch.setattr(common.process, "deterministic", False)
+    assert Queue(8192).cuts(9000, 1000)[0] == 7192
+
+
+def test_a_log_tells_what_bits_depend_on(caplog, request):
+    request.getfixturevalue("aligned")
+    assert "bits depend on cached prefixes, unless --mamba-radix-cache-strategy" in caplog.text
+    assert "; decodes beside prompts, which --enable-mixed-chunk allows" in caplog.text
+    sglang_cuts._warn_of_a_cut.cache_clear()
+    assert Queue(128, 100).cuts(150, 1)[1] % 64  # decodes leave no room for 64 tokens
+    assert "a batch had room for less than 64 tokens of a prompt" in caplog.text
+
+
 # ------------------------------------------------------------------------------------ whole engines
 
 PROMPTS = [
@@ -1045,10 +1148,11 @@ class Run:
     def tokens(self, n):
         return [one["tokens"] for one in self.rounds[n]]
 
-    def looked_for_what_it_needs(self, unused=()):
+    def looked_for_what_it_needs(self, unused=(), longest=256):
         """The start loaded the kernels that the calls would launch on a GPU, and no others.
 
-        unused: how the labels begin of kernels that it loads, too.
+        unused: how the labels begin of kernels that it loads, too. longest: where two prompts
+        share a chunk of 256 tokens, the longer part.
         """
         records = [
             one
@@ -1057,17 +1161,20 @@ class Run:
         ]
         looked_for = [[x for x in one["looked_for"] if not x.startswith(unused)] for one in records]
         assert looked_for == [one["needed"] for one in records] != []
-        # Two prompts share a chunk of 256 tokens.
-        assert all(256 in one["longest"] for one in records)
+        assert all(longest in one["longest"] for one in records)
 
     def cached(self, n):
         return [one["cached"] for one in self.rounds[n]]
 
 
 def test_engine_with_chunked_prefill_and_the_prefix_cache(qwen3_5, expected, tmp_path):
-    """In ReplaySSM's ring of four tokens, too: decode folds three tokens and its own."""
+    """In ReplaySSM's ring of four tokens, too: decode folds three tokens and its own.
+
+    The CPU has AMX here, and nothing on the path tells its NUMA nodes.
+    """
     ring = dict(enable_linear_replayssm=True, linear_replayssm_cache_len=4)
-    run = Run(qwen3_5, tmp_path, OURS | dict(mamba_radix_cache_strategy="no_buffer") | ring)
+    engine = OURS | dict(mamba_radix_cache_strategy="no_buffer") | ring
+    run = Run(qwen3_5, tmp_path, engine, dict(PATH=str(tmp_path)), amx=True)
     assert run.tokens(0) == run.tokens(1) == expected
     assert run.cached(0) == [0, 0, 0]
     assert min(run.cached(1)[1:]) > 200
@@ -1104,22 +1211,29 @@ def test_engine_with_states_kept_inside_a_prefill(qwen3_5, expected, tmp_path):
 
 
 def test_engine_with_deterministic_inference(qwen3_5, expected, tmp_path):
-    """Prefills have the engine's flag, and so have the kernels that it looks for when it starts."""
+    """Prefills have the engine's flag, and so have the kernels that it looks for when it starts.
+
+    The CPU has no AMX here.
+    """
     run = Run(
         qwen3_5,
         tmp_path,
         OURS | dict(mamba_radix_cache_strategy="extra_buffer", enable_deterministic_inference=True),
+        amx=False,
     )
     assert run.tokens(0) == run.tokens(1) == expected
     assert run.cached(1)[1] >= 128
     assert run.ran.keys() == BOTH
-    run.looked_for_what_it_needs()
-    (needed,) = [
-        one["needed"]
-        for file in run.kernels.iterdir()
-        if (one := json.loads(file.read_text()))["needed"]
+    run.looked_for_what_it_needs(longest=192)  # 253 tokens of room
+    (record,) = [
+        one for file in run.kernels.iterdir() if (one := json.loads(file.read_text()))["needed"]
     ]
-    assert {"deterministic=True" in label for label in needed if "prefill_scan" in label} == {True}
+    scans = [label for label in record["needed"] if "prefill_scan" in label]
+    assert {"deterministic=True" in label for label in scans} == {True}
+    # All parts but a prompt's last one.
+    assert {x % 64 for x in record["parts"]} <= {0, *(len(prompt) % 64 for prompt in PROMPTS)}
+    assert "gated_delta has prompts cut at multiples of 64 tokens, for equal bits" in run.log
+    assert "gated_delta: bits depend on" not in run.log
 
 
 @needs_cxx
@@ -1156,9 +1270,12 @@ def test_engine_that_retracts_requests(qwen3_5, expected, tmp_path):
 
 
 def test_engine_under_tensor_parallelism(qwen3_5, expected, tmp_path):
-    """Two processes with half of the heads each: two value heads, one of keys."""
+    """Two processes with half of the heads each: two value heads, one of keys.
+
+    The CPU has AMX here, for which the engine reduces in shared memory.
+    """
     engine = OURS | dict(mamba_radix_cache_strategy="extra_buffer", tp_size=2)
-    run = Run(qwen3_5, tmp_path, engine, dict(SGLANG_CPU_OMP_THREADS_BIND="0|1"))
+    run = Run(qwen3_5, tmp_path, engine, dict(SGLANG_CPU_OMP_THREADS_BIND="0|1"), amx=True)
     assert run.tokens(0) == run.tokens(1) == expected
     assert len(run.ranks) == 2
     assert run.ranks[0] == run.ranks[1]

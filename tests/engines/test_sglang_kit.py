@@ -4,6 +4,7 @@ On a CPU with the stand-ins of sglang_cpu.py; on a GPU with the engine's kernels
 CUDA graphs too. There these tests need Triton only: sgl_kernel may be missing.
 """
 
+import dataclasses
 import functools
 import importlib.util
 import sys
@@ -96,11 +97,22 @@ class Context:
 
 
 @pytest.fixture(autouse=True)
-def _the_flags_are_ours(monkeypatch):
+def _the_flags_are_ours(monkeypatch, request):
     torch.set_num_threads(1)
+    if not CUDA:  # there it would change the engine's graphs
+        request.getfixturevalue("poisoned_memory")
     for kit, _, _ in KITS.values():
         monkeypatch.setattr(kit, "get_context", Context)
     common.process.calls.clear()
+
+
+@pytest.fixture
+def poisoned_memory():
+    """torch fills new memory with NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(1).isnan()
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def ran(layers, mode):
@@ -368,6 +380,63 @@ def test_decode_includes_a_layers_norm(kind, mode, monkeypatch):
     result, routes = run()
     assert routes == {f"{layers} decode on backend {ROUTE}"}
     torch.testing.assert_close(result, expected, **NEAR)
+
+
+@pytest.mark.parametrize(("mode", "known"), [*((mode, False) for mode in MODES), (MODES[1], True)])
+@pytest.mark.parametrize("layers", KITS)
+def test_rows_behind_the_tokens_are_zeros(layers, mode, known, poisoned_memory):
+    """Three rows with NaN, in new memory; a prefill's are cut off where the engine knows of them.
+
+    A decode's have a padding slot each, those of a verify have one for all: a request of drafts.
+    """
+    kit, (*_, case) = KITS[layers][0], KITS[layers][1]
+    if mode.is_target_verify():
+        case = verify_case(layers)
+    elif mode.is_extend():
+        case = next(case for case in KITS[layers][1] if "ragged" in case.name)
+    else:
+        case = dataclasses.replace(case, prefix_lens=(5, 2))
+    build = getattr(kit, f"build_{layers.lower()}_attention_fixture")
+    fixture = build(CASE, case, **SIZES, runner_batch_size=4)
+    backend, batch = fixture.backend, fixture.forward_batch
+    inputs = getattr(kit, f"{layers.lower()}_fixture_inputs")(fixture)
+    cache = getattr(kit, f"_clone_{layers.lower()}_cache")(fixture)
+    if mode.is_target_verify():
+        drafts._prepare_target_verify_batch(batch, case, SIZES["device"])
+        batch.spec_info = drafts._make_spec_verify_input(
+            case, batch, topk=1, device=SIZES["device"], spec_kind="eagle"
+        )
+    total, results = case.num_input_tokens, []
+    for past in (0, 3):
+        rows = {name: padded(x, list(x.shape).index(total), past) for name, x in inputs.items()}
+        getattr(kit, f"_restore_{layers.lower()}_cache")(fixture, cache)
+        with torch.no_grad(), forward_context(ForwardContext(attn_backend=backend)):
+            backend.init_forward_metadata(batch)
+            metadata = backend.linear_attn_backend.forward_metadata
+            if mode.is_extend_without_speculative():
+                batch.global_num_token_non_padded_cpu = total if known else None
+            elif past:
+                slots, bounds = metadata.mamba_cache_indices, metadata.query_start_loc
+                step = past if mode.is_target_verify() else 1
+                ends = torch.arange(total + step, total + past + 1, step).to(bounds)
+                metadata.mamba_cache_indices = torch.cat([slots, slots.new_zeros(len(ends))])
+                metadata.query_start_loc = torch.cat([bounds, ends])
+                batch.req_pool_indices = torch.nn.functional.pad(
+                    batch.req_pool_indices, (0, len(ends))
+                )
+                batch.batch_size += len(ends)
+            o = getattr(kit, f"run_{layers.lower()}_forward")(fixture, batch, rows)
+        assert o.shape[1] == total + past
+        assert not o[:, total:].any()
+        results.append(o[:, :total])
+    torch.testing.assert_close(*results, **NEAR)
+    ran(layers, {"DECODE": "decode", "EXTEND": "prefill"}.get(mode.name, "verify"))
+
+
+def padded(x, dim, rows):
+    """x with so many rows of NaN behind."""
+    shape = [*x.shape[:dim], rows, *x.shape[dim + 1 :]]
+    return torch.cat([x, x.new_full(shape, float("nan"))], dim)
 
 
 def refuse(*_, **__):

@@ -152,6 +152,12 @@ SGLANG = Release(
             "resolve_linear_attn_backends": "93ca4f99",
         },
         "srt/layers/radix_linear_attention.py": {"RadixLinearAttention": "e56882a6"},
+        "srt/managers/schedule_policy.py": {
+            "mamba_prefill_chunk_grid": "a104aaba",
+            "PrefillAdder.add_one_req_ignore_eos": "c1e95f3c",
+            "PrefillAdder.floor_chunked_tokens": "192f01e6",
+        },
+        "srt/managers/scheduler.py": {"Scheduler.init_mamba_truncation_align": "e9a4f089"},
         "srt/mem_cache/kv_cache_configurator.py": {
             "KVCacheConfigurator._handle_max_mamba_cache": "3d8ae2d2",
             "KVCacheConfigurator._build_hybrid_req_pool": "248e123c",

@@ -7,7 +7,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gated_delta.integrations import card_check, sglang_graphs, sglang_kernels, sglang_norm, start
+from gated_delta.integrations import (
+    card_check,
+    sglang_cuts,
+    sglang_graphs,
+    sglang_kernels,
+    sglang_norm,
+    start,
+)
 from gated_delta.integrations import sglang_common as common
 from gated_delta.problem import Gate, GatedNorm, KVBuffer
 
@@ -152,6 +159,8 @@ def check(_: None, backend: Any, runner: Any, *__: Any, **___: Any) -> None:
             sglang_graphs.allow(backend)
     elif "prefill" in served:
         sglang_graphs.limit(backend)
+    if common.process.deterministic and "prefill" in served:
+        sglang_cuts.align()
     for module in modules if "decode" in served else ():
         sglang_norm.hook(module)
     if ours:  # all modes at once, so that an error names every missing kernel

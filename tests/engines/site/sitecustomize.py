@@ -1,6 +1,8 @@
-"""First on the path of an engine's processes: declares two operators of torchvision.
+"""First on the path of an engine's processes.
 
-PyPI's torchvision is the CUDA build; its operators do not load on a CPU.
+Declares two operators of torchvision: PyPI's is the CUDA build, and they do not load on a CPU.
+Shows every x86 CPU as one with AVX2 alone, or the engine's library, convolutions and attention
+would depend on it.
 """
 
 import torch
@@ -8,3 +10,6 @@ import torch
 operators = torch.library.Library("torchvision", "DEF")
 operators.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 operators.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+for feature in ("avx512", "avx512_bf16", "vnni", "amx_tile", "amx_fp16"):
+    setattr(torch.cpu, f"_is_{feature}_supported", lambda: False)
