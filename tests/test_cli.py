@@ -30,7 +30,6 @@ from gated_delta import (
     compile,
     dispatch,
     gpus,
-    options,
     pack,
     reference,
     results,
@@ -40,6 +39,7 @@ from gated_delta.cli import SWITCHES, app
 from gated_delta.ops import OPERATIONS
 from gated_delta.options import LEVEL
 from gated_delta.results import Report, make_table
+from gpu import pretend
 
 runner = CliRunner()
 CHECK = ["check", "--backend", "reference", "--op", "flush", "--limit", "3", "--device", "cpu"]
@@ -202,22 +202,7 @@ def card(monkeypatch, tmp_path):
     monkeypatch.setenv("GATED_DELTA_CACHE_DIR", str(tmp_path / "kernels"))
     monkeypatch.delenv(LEVEL, raising=False)
 
-    def make(major, minor):
-        facts = SimpleNamespace(
-            name="A card",
-            major=major,
-            minor=minor,
-            total_memory=48 * 2**30,
-            multi_processor_count=100,
-        )
-        monkeypatch.setattr(gpus, "driver", lambda: "570.86.15, CUDA 12.9")
-        monkeypatch.setattr(cli, "driver", gpus.driver)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, minor))
-        monkeypatch.setattr(options, "usable_device", torch.device)
-
-    return make
+    return functools.partial(pretend, monkeypatch)
 
 
 @pytest.mark.parametrize(

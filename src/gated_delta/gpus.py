@@ -80,12 +80,12 @@ def forced_level() -> str | None:
     return name
 
 
-def gpu_named(name: str) -> Gpu:
-    """The GPU of a product, in any case. Raises ValueError for an unknown one."""
-    known = {product.lower(): at for product, at in PRODUCTS.items()}
-    if name.lower() not in known:
+def product(name: str) -> str:
+    """The key of PRODUCTS that equals the name but for case. Raises ValueError without one."""
+    keys = {key.lower(): key for key in PRODUCTS}
+    if name.lower() not in keys:
         raise ValueError(f"expected one of {', '.join(PRODUCTS)}, got {name!r}")
-    return GPUS[known[name.lower()]]
+    return keys[name.lower()]
 
 
 def gpu_of(device: torch.device | Gpu) -> Gpu | None:
