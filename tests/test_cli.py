@@ -248,6 +248,21 @@ def test_info_names_kernels_of_another_compiler(monkeypatch, tmp_path):
     assert "3 kernels; compiling is off" in " ".join(run("info").stdout.split())
 
 
+def test_info_says_why_nothing_can_be_compiled(monkeypatch):
+    monkeypatch.delenv("GATED_DELTA_JIT", raising=False)
+    for package, reason in (
+        (None, "needs nvidia-cutlass-dsl: pip install"),
+        ("4.8.1", "CC: expected a C compiler to link kernels with, got 'no-such-cc'"),
+    ):
+        monkeypatch.setattr(compile, "installed", lambda name, version=package: version)
+        monkeypatch.setenv("CC", "no-such-cc")
+        shown = " ".join(run("info").stdout.split())
+        assert (
+            f"compiling is off: {reason}" in shown
+            or f"compiling is off: compiling {reason}" in shown
+        )
+
+
 def test_check_on_a_gpu_prints_a_line_to_report(card, monkeypatch):
     """The cases run at the level that is asked for, the environment is left as it was."""
     card(9, 0)
@@ -819,6 +834,17 @@ def test_a_killed_worker_loses_no_compiled_kernel(tmp_path):
     first, *_, last = statuses(json.loads(output))
     assert (first, last) == ("compiled", "failed")
     assert json.loads(output)["results"][-1]["reason"] == "its process died"
+
+
+def test_progress_of_a_piped_command_is_lines_on_stderr(monkeypatch):
+    for seconds, lines in ((0.0, 3), (1000.0, 0)):
+        monkeypatch.setattr(results, "EVERY", seconds)
+        result = run(*CHECK)
+        assert result.exit_code == 0
+        assert len(result.stderr.splitlines()) == lines
+        assert "after" not in result.stdout
+    monkeypatch.setattr(results, "EVERY", 0.0)
+    assert "3 cases on cpu: 2 of 3 after 0 s\n" in run(*CHECK).stderr
 
 
 @pytest.mark.parametrize("columns", [40, 80, 120])

@@ -101,7 +101,8 @@ def check(tmp_path):
             "vllm",
             dict(
                 model_type="qwen3_5_moe",
-                text_config=NEXT | dict(layer_types=TYPES, mamba_ssm_dtype="float32"),
+                dtype="bfloat16",
+                text_config=NEXT | dict(layer_types=TYPES, mamba_ssm_dtype="float32", dtype=None),
             ),
             Sizes("GDN", 2, 4, 8, 64, 128),
             FP32,

@@ -202,13 +202,24 @@ def info() -> None:
         for version, count in by_version.items()
         if not kernels.runs_kernels_of(version)
     ]
-    counts.append(f"compiling is {'on' if kernels.may_compile() else 'off'}")
+    counts.append(f"compiling is {_compiling()}")
     table.add_row("kernel cache", f"{kernels.directory()}: {'; '.join(counts)}")
     for name, default in SWITCHES.items():
         value = int(kernels.flag(name, default))
         table.add_row(name, f"{value}" if name in os.environ else f"{value}, not set")
     table.add_row(LEVEL, forced_level() or "not set")
     console.print(table)
+
+
+def _compiling() -> str:
+    """Whether a kernel can be compiled here, and why not."""
+    if not kernels.may_compile():
+        return "off (GATED_DELTA_JIT=0)"
+    try:
+        kernels.check_tools()
+    except UnsupportedProblem as problem:
+        return f"off: {one_line(problem)}"
+    return "on"
 
 
 def _card(device: torch.device) -> str:
@@ -419,8 +430,8 @@ def check(
         server = (tp, drafts, tree, ring, requests, *given, gpu)
         try:
             plan = preflight.plan(preflight.Asked(engine.value, model, modes, *server), where)
-        except ValueError as problem:
-            raise Refusal(one_line(problem)) from None
+        except (ValueError, OSError) as problem:  # OSError: of the kernels' directory
+            raise Refusal(getattr(problem, "strerror", None) or one_line(problem)) from None
         chosen, ran = plan.cases if plan.here else [], "cute"
     list_cases = quick_cases if quick else cases
     for name in op or list(Op) if plan is None else ():
