@@ -1,13 +1,14 @@
 """Calls and checks for tests of compiled kernels, on a GPU and emulated."""
 
 import contextlib
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 
 import gated_delta as gd
-from gated_delta import compile
+from gated_delta import cli, compile, gpus, options
 from gated_delta.call_cache import CallCache
 from gated_delta.gpus import H200, gpu_of
 from gated_delta.kernels.prefill.arguments import CHUNK, PrefillPointers
@@ -36,6 +37,20 @@ H, HV, D = 4, 8, 128
 AXES = ("head", "channel")
 STATES = (torch.bfloat16, torch.float32, torch.float16)
 PER_TOKEN = ("q", "k", "v", "g", "beta")
+
+
+def pretend(monkeypatch, major, minor):
+    """Makes a GPU of a compute capability the only CUDA device, for what the host reads of it."""
+    facts = dict(name="A card", major=major, minor=minor)
+    facts |= dict(total_memory=48 * 2**30, multi_processor_count=100)
+    monkeypatch.setattr(gpus, "driver", lambda: "570.86.15, CUDA 12.9")
+    monkeypatch.setattr(cli, "driver", gpus.driver)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**facts)
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, minor))
+    monkeypatch.setattr(options, "usable_device", torch.device)
 
 
 def tokens(

@@ -30,7 +30,6 @@ from gated_delta import (
     compile,
     dispatch,
     gpus,
-    options,
     pack,
     reference,
     results,
@@ -40,6 +39,7 @@ from gated_delta.cli import SWITCHES, app
 from gated_delta.ops import OPERATIONS
 from gated_delta.options import LEVEL
 from gated_delta.results import Report, make_table
+from gpu import pretend
 
 runner = CliRunner()
 CHECK = ["check", "--backend", "reference", "--op", "flush", "--limit", "3", "--device", "cpu"]
@@ -202,22 +202,7 @@ def card(monkeypatch, tmp_path):
     monkeypatch.setenv("GATED_DELTA_CACHE_DIR", str(tmp_path / "kernels"))
     monkeypatch.delenv(LEVEL, raising=False)
 
-    def make(major, minor):
-        facts = SimpleNamespace(
-            name="A card",
-            major=major,
-            minor=minor,
-            total_memory=48 * 2**30,
-            multi_processor_count=100,
-        )
-        monkeypatch.setattr(gpus, "driver", lambda: "570.86.15, CUDA 12.9")
-        monkeypatch.setattr(cli, "driver", gpus.driver)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, minor))
-        monkeypatch.setattr(options, "usable_device", torch.device)
-
-    return make
+    return functools.partial(pretend, monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -261,6 +246,21 @@ def test_info_names_kernels_of_another_compiler(monkeypatch, tmp_path):
     assert f"3 kernels; {unused}; compiling is on" in shown
     monkeypatch.setenv("GATED_DELTA_JIT", "0")
     assert "3 kernels; compiling is off" in " ".join(run("info").stdout.split())
+
+
+def test_info_says_why_nothing_can_be_compiled(monkeypatch):
+    monkeypatch.delenv("GATED_DELTA_JIT", raising=False)
+    for package, reason in (
+        (None, "needs nvidia-cutlass-dsl: pip install"),
+        ("4.8.1", "CC: expected a C compiler to link kernels with, got 'no-such-cc'"),
+    ):
+        monkeypatch.setattr(compile, "installed", lambda name, version=package: version)
+        monkeypatch.setenv("CC", "no-such-cc")
+        shown = " ".join(run("info").stdout.split())
+        assert (
+            f"compiling is off: {reason}" in shown
+            or f"compiling is off: compiling {reason}" in shown
+        )
 
 
 def test_check_on_a_gpu_prints_a_line_to_report(card, monkeypatch):
@@ -834,6 +834,17 @@ def test_a_killed_worker_loses_no_compiled_kernel(tmp_path):
     first, *_, last = statuses(json.loads(output))
     assert (first, last) == ("compiled", "failed")
     assert json.loads(output)["results"][-1]["reason"] == "its process died"
+
+
+def test_progress_of_a_piped_command_is_lines_on_stderr(monkeypatch):
+    for seconds, lines in ((0.0, 3), (1000.0, 0)):
+        monkeypatch.setattr(results, "EVERY", seconds)
+        result = run(*CHECK)
+        assert result.exit_code == 0
+        assert len(result.stderr.splitlines()) == lines
+        assert "after" not in result.stdout
+    monkeypatch.setattr(results, "EVERY", 0.0)
+    assert "3 cases on cpu: 2 of 3 after 0 s\n" in run(*CHECK).stderr
 
 
 @pytest.mark.parametrize("columns", [40, 80, 120])

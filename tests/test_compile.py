@@ -838,6 +838,17 @@ def test_a_user_without_a_home_has_to_name_a_directory(monkeypatch):
     compile.check_directory()
 
 
+def test_a_directory_in_place_of_a_kernel_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(compile, "_loaded", {})
+    monkeypatch.setenv("GATED_DELTA_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("GATED_DELTA_JIT", "0")
+    path = tmp_path / "4.8.1" / compile.file_name(decode_variant(), "sm_90a")
+    path.mkdir(parents=True)
+    expected = f"GATED_DELTA_CACHE_DIR: expected a compiled kernel's file (Is a directory: {path})"
+    with pytest.raises(IsADirectoryError, match=re.escape(expected)):
+        compile.load(decode_variant(), H200)
+
+
 @needs_compiler
 @pytest.mark.parametrize("directory", [__file__, __file__ + "/x", "/proc/gated_delta"])
 def test_an_impossible_cache_directory_names_the_variable(monkeypatch, directory):

@@ -1,5 +1,8 @@
 """The demo: its output, wrong results, odd prompts and terminals."""
 
+import functools
+import importlib
+import inspect
 import io
 import math
 import re
@@ -228,3 +231,16 @@ def test_a_backend_that_cannot_run_prints_nothing():
 
 def test_without_a_prompt_it_is_refused():
     assert run("").exit_code == 2
+
+
+def test_on_a_cpu_no_kernels_of_installed_packages_run(monkeypatch):
+    """As beside FLA and causal_conv1d, whose kernels transformers takes for any tensor."""
+    module = importlib.import_module("transformers.models.qwen3_5.modeling_qwen3_5")
+    names = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "causal_conv1d_fn")
+    on_gpus = {}
+    for name in names:
+        own = inspect.unwrap(getattr(module, name))
+        on_gpus[name] = functools.wraps(own)(lambda *_, **__: pytest.fail("a kernel of a GPU ran"))
+        monkeypatch.setattr(module, name, on_gpus[name])
+    assert shown()[1]
+    assert {name: getattr(module, name) for name in names} == on_gpus

@@ -3,27 +3,28 @@
 import dataclasses
 import json
 import logging
+import math
 import re
 import shlex
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from gated_delta import cli, compile, reference
+from gated_delta import cli, compile, reference, testing
 from gated_delta.cli import app
-from gated_delta.gpus import H200
+from gated_delta.gpus import GPUS, PRODUCTS, product
 from gated_delta.integrations import (
     card_check,
     preflight,
     releases,
     sglang_common,
     sglang_kvbuffer,
-    start,
 )
 from gated_delta.integrations.preflight import Asked, Sizes
-from gpu import needs_compiler
+from gpu import needs_compiler, pretend
 
 CPU, BF16, FP32 = torch.device("cpu"), torch.bfloat16, torch.float32
 GDN = dict(
@@ -36,14 +37,40 @@ NEXT = dict(model_type="qwen3_next", dtype="bfloat16", num_hidden_layers=8, **GD
 KIMI = dict(num_heads=24, head_dim=128, kda_layers=[1, 2, 3], full_attn_layers=[4])
 KIMI_LINEAR = dict(model_type="kimi_linear", torch_dtype="bfloat16", linear_attn_config=KIMI)
 TYPES = ["linear_attention", "linear_attention", "full_attention"]
-TINY = NEXT | dict(
-    linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8
+SMALL = NEXT | dict(linear_num_key_heads=1, linear_num_value_heads=2, linear_value_head_dim=64)
+LING = dict(
+    model_type="bailing_hybrid",
+    dtype="bfloat16",
+    num_hidden_layers=9,
+    layer_group_size=4,
+    num_attention_heads=4,
+    head_dim=64,
+    short_conv_kernel_size=4,
+    kda_safe_gate=True,
+    kda_lower_bound=-4.0,
 )
 
 
 @pytest.fixture(autouse=True)
 def _no_engine(monkeypatch):
     monkeypatch.setattr(releases, "installed", lambda engine: None)
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """All kernels are there, whatever is installed."""
+    monkeypatch.setattr(compile, "missing", lambda variant, gpu: ())
+    monkeypatch.setattr(preflight, "_look_for_kernels", lambda mode, served, gpu: None)
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """One of compute capability 9.0, whose kernels are the reference backend."""
+    pretend(monkeypatch, 9, 0)
+    right = testing.run_case
+    monkeypatch.setattr(testing, "run_case", lambda case, *_: right(case, "reference", "cpu"))
+    monkeypatch.setattr(cli, "_compile_ahead", lambda *_: None)
+    monkeypatch.setattr(card_check, "cases_like", few)
 
 
 @pytest.fixture
@@ -74,7 +101,8 @@ def check(tmp_path):
             "vllm",
             dict(
                 model_type="qwen3_5_moe",
-                text_config=NEXT | dict(layer_types=TYPES, mamba_ssm_dtype="float32"),
+                dtype="bfloat16",
+                text_config=NEXT | dict(layer_types=TYPES, mamba_ssm_dtype="float32", dtype=None),
             ),
             Sizes("GDN", 2, 4, 8, 64, 128),
             FP32,
@@ -106,22 +134,13 @@ def check(tmp_path):
         ),
         (
             "sglang",
-            dict(
-                model_type="bailing_hybrid",
-                dtype="bfloat16",
-                num_hidden_layers=9,
-                layer_group_size=4,
-                num_attention_heads=4,
-                head_dim=64,
-                short_conv_kernel_size=4,
-                kda_safe_gate=True,
-                kda_lower_bound=-4.0,
-            ),
+            LING,
             Sizes("KDA", 7, 4, 4, 64, 64, -4.0),
             FP32,
         ),
     ],
 )
+@pytest.mark.usefixtures("compiled")
 def test_a_models_layers_are_read(engine, config, sizes, states, plan):
     result = plan(engine, config)
     assert (result.model.sizes, result.model.dtype, result.model.state_dtype) == (
@@ -138,6 +157,7 @@ def test_a_models_layers_are_read(engine, config, sizes, states, plan):
     }
 
 
+@pytest.mark.usefixtures("compiled")
 def test_drafts_and_heads_that_stay_the_engines(plan, monkeypatch):
     k3 = dict(model_type="kimi_k3", dtype="bfloat16", text_config=dict(linear_attn_config=KIMI))
     reasons = {mode.name: mode.reason for mode in plan("sglang", k3, tp=2, drafts=17).modes}
@@ -156,6 +176,7 @@ def test_drafts_and_heads_that_stay_the_engines(plan, monkeypatch):
         assert {op for op, _ in prefill.calls} == {"prefill"}
 
 
+@pytest.mark.usefixtures("compiled")
 def test_drafts_that_form_a_tree(plan, monkeypatch):
     """The engine's, but in a KVBuffer; the cases are trees too."""
     *_, verify = plan("sglang", NEXT, drafts=4, tree=True).modes
@@ -184,6 +205,7 @@ def test_drafts_that_form_a_tree(plan, monkeypatch):
         (dict(gate_lower_bound=-5.0), FP32, False, ""),  # SGLang's decode uses none
     ],
 )
+@pytest.mark.usefixtures("compiled")
 def test_decode_in_replayssms_ring(changed, dtype, in_ring, reason, plan):
     kimi = dict(model_type="kimi_linear", dtype="bfloat16", linear_attn_config=KIMI | changed)
     (decode,) = plan("sglang", kimi, modes=("decode",), ring=True, state_dtype=dtype).modes
@@ -228,12 +250,14 @@ def test_memory_of_drafts_is_what_the_plug_in_logs(plan, monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])
-def test_a_model_that_passes(engine, check, monkeypatch, tmp_path):
-    monkeypatch.setattr(card_check, "cases_like", few)
-    result = check(engine, TINY, "--drafts", "2", "--json", str(tmp_path / "x.json"))
+@pytest.mark.usefixtures("compiled", "card")
+def test_a_model_that_passes(engine, check, tmp_path):
+    file = tmp_path / "x.json"
+    result = check(engine, SMALL, "--drafts", "2", "--device", "cuda", "--json", str(file))
     assert result.exit_code == 0, result.output
-    written = json.loads((tmp_path / "x.json").read_text())
+    written = json.loads(file.read_text())
     assert {one["status"] for one in written["results"]} == {"passed"}
+    assert written["engine"]["gpu"].startswith("A card, compute capability 9.0, level sm_90a")
     assert written["engine"]["name"] == engine
     assert [(x["name"], x["ours"]) for x in written["engine"]["modes"]] == [
         (name, True) for name in preflight.MODES[engine]
@@ -241,11 +265,61 @@ def test_a_model_that_passes(engine, check, monkeypatch, tmp_path):
     assert "is not installed here" in result.output
 
 
+@pytest.mark.usefixtures("compiled", "card")
+@pytest.mark.parametrize(
+    ("options", "shown"),
+    [
+        ([], "for H100 (sm_90a), not for a GPU here: no kernel was run"),
+        (["--gpu", "l40s", "--device", "cuda"], "for L40S (sm_80), not for a GPU here"),
+        (["--gpu", "RTX PRO 6000"], "for RTX PRO 6000 (sm_120a, level sm_90), not for"),
+    ],
+)
+def test_a_gpu_that_is_not_here(options, shown, check, monkeypatch):
+    """No kernel is compared, on the reference backend neither."""
+    monkeypatch.setattr(testing, "run_case", lambda *_: pytest.fail("ran"))
+    result = check("sglang", NEXT, *options)
+    assert result.exit_code == 0, result.output
+    assert shown in result.output
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("engine", preflight.MODES)
+@pytest.mark.parametrize(
+    ("changed", "options", "reason"),
+    [
+        ({}, ["--dtype", "fp32"], "bf16 or fp16 inputs, got fp32"),
+        (dict(linear_key_head_dim=256), [], "got 256"),
+        (dict(linear_value_head_dim=512), [], "V of 64, 128 or 192, got 512"),
+    ],
+)
+def test_what_no_kernel_runs_is_the_engines(engine, changed, options, reason, check):
+    result = check(engine, NEXT | changed, "--op", "prefill", *options)
+    assert result.exit_code == 1
+    assert f"prefill │ {preflight.ENGINES[engine]} │" in " ".join(result.output.split())
+    assert reason in result.output
+
+
+def test_products_are_those_of_the_page():
+    page = (Path(__file__).parents[1] / "docs/gpus.md").read_text()
+    (table,) = re.findall(r"^\| GPUs \| compute.*?(?=\n\n)", page, re.M | re.S)
+    rows = [line.split("|")[1:3] for line in table.splitlines()[2:-1]]
+    listed = {
+        name.strip(): tuple(map(int, capability.strip().split(".")))
+        for products, capabilities in rows
+        for names, capability in zip(products.split(";"), capabilities.split(";"), strict=True)
+        for name in names.replace(" 5090", " RTX 5090").split(",")
+    }
+    assert listed == PRODUCTS
+    assert PRODUCTS.keys() == {product(name.lower()) for name in PRODUCTS}
+    assert set(PRODUCTS.values()) == set(GPUS)
+
+
 def few(problem, drafts, cases_like=card_check.cases_like):
     """The first of the cases, for the time that the others take."""
     return cases_like(problem, drafts)[:1]
 
 
+@pytest.mark.usefixtures("compiled", "card")
 def test_a_wrong_kernel_is_noticed(check, monkeypatch):
     right = reference.decode
 
@@ -253,26 +327,20 @@ def test_a_wrong_kernel_is_noticed(check, monkeypatch):
         return right(tokens._replace(q=tokens.q * 1.1, qk_l2norm=False), **states)
 
     monkeypatch.setattr(reference, "decode", wrong)
-    result = check("sglang", TINY, "--op", "decode")
+    result = check("sglang", SMALL, "--op", "decode", "--device", "cuda")
     assert result.exit_code == 1
-    assert "FAILED decode-gdn-h1x2-k8v8-" in result.output
+    assert "FAILED decode-gdn-h1x2-k64v64-" in result.output
 
 
-def test_head_dims_that_no_kernel_has(check):
-    config = NEXT | dict(linear_key_head_dim=256)
-    result = check("sglang", config, "--op", "prefill", "--backend", "cute")
-    assert result.exit_code == 1
-    assert "128, got 256" in " ".join(result.output.split())
-
-
-def test_kernels_that_a_pack_lacks_are_named(check, monkeypatch, tmp_path):
-    monkeypatch.setattr(start, "gpu_of", lambda device: H200)
+@pytest.mark.parametrize(("gpu", "arch"), [("H200", ""), ("A10", "--arch sm_80 ")])
+def test_kernels_that_a_pack_lacks_are_named(check, monkeypatch, tmp_path, gpu, arch):
+    monkeypatch.setattr(compile, "missing_packages", lambda: ())
     monkeypatch.setenv("GATED_DELTA_CACHE_DIR", str(tmp_path / "pack"))
     monkeypatch.setenv("GATED_DELTA_JIT", "0")
-    result = check("vllm", NEXT, "--op", "decode")
+    result = check("vllm", NEXT, "--op", "decode", "--gpu", gpu)
     assert result.exit_code == 1
     assert "decode lacks decode axis=head K=64 V=128 " in result.output
-    assert "gated-delta compile --size 64x128" in " ".join(result.output.split())
+    assert f"gated-delta compile {arch}--size 64x128" in " ".join(result.output.split())
 
 
 @needs_compiler
@@ -286,7 +354,6 @@ def test_the_command_of_a_plan_builds_its_kernels(plan, monkeypatch, tmp_path):
         compile.build(*next(x for x in builds if x[0].label in flushes))
 
     monkeypatch.setattr(cli, "build_all", build)
-    monkeypatch.setattr(start, "gpu_of", lambda device: H200)
     for name, value in dict(JIT="0", SGLANG_KVBUFFER="1", CACHE_DIR=tmp_path / "a pack").items():
         monkeypatch.setenv(f"GATED_DELTA_{name}", str(value))
 
@@ -307,7 +374,7 @@ def test_the_command_of_a_plan_builds_its_kernels(plan, monkeypatch, tmp_path):
 
 
 def test_kernels_to_be_compiled_are_counted(plan, monkeypatch, tmp_path):
-    monkeypatch.setattr(start, "gpu_of", lambda device: H200)
+    monkeypatch.setattr(compile, "missing", lambda variant, gpu: ())
     monkeypatch.setattr(preflight.compile, "installed", lambda package: "4.8.1")
     monkeypatch.setenv("GATED_DELTA_CACHE_DIR", str(tmp_path / "pack"))
     (mode,) = plan("sglang", NEXT, modes=("decode",)).modes
@@ -333,14 +400,77 @@ def test_a_release_that_is_not_served(check, monkeypatch):
         ("vllm", NEXT | dict(model_type="gigachat3_5"), [], "no model_type 'gigachat3_5' in vLLM"),
         ("vllm", dict(model_type="qwen3_next"), [], "expected linear_num_key_heads in config.json"),
         ("vllm", NEXT | dict(dtype="int8"), [], "float32, got 'int8'"),
-        ("vllm", NEXT | dict(linear_value_head_dim="x"), [], "expected V of 1 or more"),
-        ("vllm", NEXT | dict(layer_types=3), [], "expected other values in config.json"),
         (
             "vllm",
-            KIMI_LINEAR | dict(gate_lower_bound="x"),
+            NEXT | dict(dtype="auto"),
             [],
-            "of a kimi_linear: lower_bound: expected a number, got str",
+            "expected dtype in config.json of a qwen3_next, or",
         ),
+        ("vllm", NEXT | dict(dtype=None), [], "or --dtype"),
+        ("sglang", NEXT | dict(mamba_ssm_dtype=16), [], "mamba_ssm_dtype in config.json of a qwen"),
+        *(
+            ("sglang", NEXT | {name: value}, [], f"expected {name} in config.json of a qwen3_next")
+            for name, values in dict(
+                linear_num_value_heads=(10**9, 10**30, True, "8", 8.0, 0, -8, [8]),
+                linear_key_head_dim=(10**6, False),
+                linear_value_head_dim=("x",),
+                num_hidden_layers=(2**40, True),
+                full_attention_interval=(-1, 0, "4"),
+                layer_types=(3, "linear_attention", [1]),
+            ).items()
+            for value in values
+        ),
+        (
+            "vllm",
+            NEXT | dict(full_attention_interval=1),
+            [],
+            "expected linear layers in config.json",
+        ),
+        ("vllm", NEXT | dict(linear_num_value_heads=6), [], "to be a multiple of H=4, got 6"),
+        (
+            "vllm",
+            NEXT | dict(linear_num_value_heads=1024, linear_value_head_dim=1024),
+            [],
+            "expected states of up to 16,777,216 numbers on a rank",
+        ),
+        *(
+            ("vllm", KIMI_LINEAR | dict(gate_lower_bound=bound), [], "expected gate_lower_bound in")
+            for bound in ("x", True, 5.0, 0, -math.inf, math.nan)
+        ),
+        (
+            "vllm",
+            dict(model_type="kimi_linear"),
+            [],
+            "expected linear_attn_config in config.json of a kimi_linear: an object",
+        ),
+        (
+            "sglang",
+            dict(model_type="kimi_k3", text_config=dict(linear_attn_config=dict(head_dim=128))),
+            [],
+            "expected num_heads in linear_attn_config of config.json of a kimi_k3",
+        ),
+        ("sglang", dict(model_type="glm5_next"), [], "expected linear_num_heads in config.json"),
+        (
+            "sglang",
+            LING | dict(layer_group_size=-1),
+            [],
+            "expected layer_group_size in config.json",
+        ),
+        ("sglang", LING | dict(layer_group_size=[1, True]), [], "expected layer_group_size in"),
+        (
+            "sglang",
+            LING | dict(kda_safe_gate="false"),
+            [],
+            "kda_safe_gate in config.json of a bail",
+        ),
+        ("vllm", dict(NEXT, model_type=["qwen3_next"]), [], "expected model_type in config.json"),
+        ("vllm", {}, [], "expected model_type in config.json"),
+        ("sglang", NEXT, ["--drafts", str(10**12)], "--drafts"),
+        ("sglang", NEXT, ["--requests", str(10**18)], "--requests"),
+        ("vllm", NEXT, ["--tp", str(10**30)], "expected --tp to divide H=4"),
+        ("vllm", NEXT, ["--gpu", "V100"], "--gpu: expected one of A100, A30, "),
+        ("vllm", NEXT, ["--gpu", "H100", "--level", "sm_80"], "--level"),
+        ("vllm", NEXT, ["--backend", "reference"], "expected auto or cute with --engine"),
         ("vllm", [], [], "expected a JSON object"),
         ("vllm", NEXT, ["--op", "verify"], "expected --op to be of decode, prefill, got verify"),
         ("vllm", NEXT, ["--model", "/nowhere"], "cannot read '/nowhere'"),

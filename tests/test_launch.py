@@ -1,7 +1,9 @@
 """The CuTe backend's host code on a CPU: tests record launches and follow every address in them."""
 
+import functools
 import itertools
 import random
+import re
 
 import numpy
 import pytest
@@ -495,8 +497,8 @@ def test_other_head_dims_are_refused(launches):
         assert OPERATIONS[op].missing(problem) == missing
 
 
-def launch_of(op, call, **tensors):
-    """The launch of such a call with other tensors, which may have no memory."""
+def planned(op, call, **tensors):
+    """The problem, plan and arguments of such a call with other tensors, also without memory."""
     route, operation = gd.explain(op, **call, backend="cute"), OPERATIONS[op]
     values = dict.fromkeys(operation.arguments._fields)
     values |= dict(gate="log", bound=0.0, norm_eps=0.0, qk_l2norm=True, beta_logits=False)
@@ -504,7 +506,41 @@ def launch_of(op, call, **tensors):
     values |= dict(update_state=True, output_final_state=False)
     values |= calls.tensors_of(call) | tensors
     a = operation.arguments(*(values[field] for field in operation.arguments._fields))
-    return operation.launch(route.problem, route.plan, a)
+    return route.problem, route.plan, a
+
+
+def launch_of(op, call, **tensors):
+    return OPERATIONS[op].launch(*planned(op, call, **tensors))
+
+
+def limits_exceeded(op, call, **tensors):
+    return OPERATIONS[op].exceeded(*planned(op, call, **tensors))
+
+
+def refused_by_the_kernels(op, call, reason):
+    """By `explain` as by the call; with backend="auto" both take the reference backend."""
+    for ask in (getattr(gd, op), functools.partial(gd.explain, op)):
+        with pytest.raises(gd.UnsupportedProblem, match=reason):
+            ask(**call, backend="cute")
+    route = gd.explain(op, **call)
+    assert route.backend == "reference"
+    assert re.search(reason, route.missing[0])
+    for _ in range(2):  # the second one is in the call cache
+        getattr(gd, op)(**call)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_pool_of_one_slot_2_gib_wide(launches, op):
+    """It needs no more memory than the slot."""
+    call = valid_call(op)
+    slot = call["state"][:1].clone()
+    slots = torch.tensor([0] + [-1] * (N - 1)).int()
+    wide = slot.as_strided(slot.shape, (2**31 // slot.element_size(), *slot.stride()[1:]))
+    refused_by_the_kernels(op, call | dict(state=wide, state_indices=slots), "below 2 GiB")
+    assert launches == []
+    assert torch.equal(wide, call["state"][:1]) == (op == "verify")  # which only reads it
+    run(op, **call | dict(state=slot, state_indices=slots))
+    assert len(launches) > 0
 
 
 LARGE_STRIDES = [
@@ -521,9 +557,9 @@ def test_strides_of_2_gib_are_refused(launches, op, name):
     call = calls.with_argument(valid_call(op), name)
     x = calls.tensors_of(call)[name]
     limit = 2**31 // x.element_size()
-    assert launch_of(op, call, **{name: calls.without_memory(x, limit - 1)})
-    with pytest.raises(gd.UnsupportedProblem, match="2 GiB"):
-        launch_of(op, call, **{name: calls.without_memory(x, limit)})
+    assert limits_exceeded(op, call, **{name: calls.without_memory(x, limit - 1)}) == []
+    (reason,) = limits_exceeded(op, call, **{name: calls.without_memory(x, limit)})
+    assert reason == "strides below 2 GiB, in every tensor"
 
 
 def test_layers_and_a_single_prompt_may_have_larger_strides(launches):
@@ -533,16 +569,20 @@ def test_layers_and_a_single_prompt_may_have_larger_strides(launches):
         name: calls.without_memory(x, 2**30 + i)
         for i, (name, x) in enumerate(calls.tensors_of(dict(buffer=parts)).items())
     }
-    launch = launch_of("flush", call, state=calls.without_memory(state, 2**33), **tensors)
+    tensors |= dict(state=calls.without_memory(state, 2**33))
+    assert limits_exceeded("flush", call, **tensors) == []
+    launch = launch_of("flush", call, **tensors)
     pointers = launch.operation.pointers(*launch.in_kernel_order((0,) * len(launch.given)))
     strides = [getattr(pointers, f"{name}_l") for name in ("state", *BUFFER)]
     assert strides == [2**35, 2**32, 2**32 + 4, 2**32 + 8]
 
     call = prompts((1, 70))
-    assert launch_of("prefill", call, v=calls.without_memory(call["v"], 2**30))
+    wide = dict(v=calls.without_memory(call["v"], 2**30))
     checkpoints = calls.without_memory(torch.zeros(1, 2, HV, D, D), 2**30)
-    lens = torch.zeros(1, 2, dtype=i64)
-    assert launch_of("prefill", call, checkpoint_lens=lens, checkpoints=checkpoints)
+    kept = dict(checkpoint_lens=torch.zeros(1, 2, dtype=i64), checkpoints=checkpoints)
+    assert (
+        limits_exceeded("prefill", call, **wide) == limits_exceeded("prefill", call, **kept) == []
+    )
 
 
 def test_calls_of_no_sequences_launch_nothing(launches):
@@ -955,8 +995,7 @@ def test_a_buffer_beyond_a_ctas_shared_memory_is_refused(launches, monkeypatch):
         if fits:
             run("decode", **given)
         else:
-            with pytest.raises(gd.UnsupportedProblem, match="than 101376 bytes of shared memory"):
-                run("decode", **given)
+            refused_by_the_kernels("decode", given, "more than 101376 bytes of shared memory")
     assert len(launches) == 2
 
 
@@ -971,8 +1010,7 @@ def test_drafts_beyond_a_ctas_shared_memory_are_refused(launches, monkeypatch):
         if T == 8:
             run("verify", **call)
         else:
-            with pytest.raises(gd.UnsupportedProblem, match=r"CTA: take fewer tokens a call$"):
-                run("verify", **call)
+            refused_by_the_kernels("verify", call, "CTA: take fewer tokens a call$")
     assert len(launches) == 1
 
 

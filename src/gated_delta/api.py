@@ -325,6 +325,18 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Route:
     return _route(operation, _arguments(operation, args, kwargs))
 
 
+def explain_on(gpu: Gpu | torch.device, op: str, **kwargs: Any) -> Route:
+    """`explain` for the same call on that GPU, wherever its tensors are."""
+    operation = ops.OPERATIONS[op]
+    return _route(operation, _arguments(operation, (), kwargs), gpu)
+
+
+def describe(op: str, **kwargs: Any) -> Problem:
+    """The problem of a call, checked as by `explain`, whatever can run it."""
+    operation = ops.OPERATIONS[op]
+    return operation.describe(_arguments(operation, (), kwargs))
+
+
 _SIGNATURES = {f.__name__: inspect.signature(f) for f in (prefill, decode, verify, flush)}
 
 
@@ -536,16 +548,23 @@ class Route:
         return "\n".join(lines + [f"  cute needs: {reason}" for reason in self.missing])
 
 
-def _route(op: Operation, a: Any) -> Route:
-    """Validate a call and choose its route."""
-    return select(op, op.describe(a), a[0].device, a.backend, *op.work(a))
+def _route(op: Operation, a: Any, device: torch.device | Gpu | None = None) -> Route:
+    """Validate a call and choose its route. device: in place of the tensors'."""
+    problem = op.describe(a)
+    return select(op, problem, device or a[0].device, a.backend, *op.work(a), call=a)
 
 
 def select(
-    op: Operation, problem: Problem, device: torch.device, backend: str, *work: Any
+    op: Operation,
+    problem: Problem,
+    device: torch.device | Gpu,
+    backend: str,
+    *work: Any,
+    call: Any = None,
 ) -> Route:
     """The route of a problem. `work`: what `Operation.work` returns, which decides the schedule.
 
+    call: its arguments, which may exceed limits of the kernels that the problem does not show.
     Raises ValueError for an unknown backend, UnsupportedProblem if `backend` cannot run the
     problem.
     """
@@ -556,7 +575,8 @@ def select(
         gpu = gpu_of(device)
         assert gpu is not None
         plan = op.plan(problem, *work, gpu=gpu)
-        reasons = [reason for variant in plan.variants for reason in compile.missing(variant, gpu)]
+        reasons = [] if call is None else op.exceeded(problem, plan, call)
+        reasons += [x for variant in plan.variants for x in compile.missing(variant, gpu)]
         missing = tuple(dict.fromkeys(reasons))
         if not missing:
             kernel = ", ".join(variant.label for variant in plan.variants)
@@ -566,14 +586,15 @@ def select(
     return Route(problem, "reference", f"reference.{op.name}", missing)
 
 
-def _missing_for_cute(op: Operation, problem: Problem, device: torch.device) -> list[str]:
+def _missing_for_cute(op: Operation, problem: Problem, device: torch.device | Gpu) -> list[str]:
     """Why this problem cannot run on the CuTe backend on this device, whatever is compiled."""
     reasons = []
-    if device.type != "cuda":
-        reasons.append(f"tensors on a CUDA device, got {device.type}")
-    elif gpu_of(device) is None:
-        major, minor = torch.cuda.get_device_capability(device)
-        reasons.append(f"a device of compute capability 8.0 or newer, got {major}.{minor}")
+    if not isinstance(device, Gpu) and gpu_of(device) is None:
+        if device.type != "cuda":
+            reasons.append(f"tensors on a CUDA device, got {device.type}")
+        else:
+            major, minor = torch.cuda.get_device_capability(device)
+            reasons.append(f"a device of compute capability 8.0 or newer, got {major}.{minor}")
     if problem.dtype == torch.float32:
         reasons.append("bf16 or fp16 inputs, got fp32")
     return reasons + op.missing(problem)

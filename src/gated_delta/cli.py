@@ -24,7 +24,18 @@ from typer.core import TyperGroup
 from . import __version__, dispatch
 from . import compile as kernels
 from .api import select
-from .gpus import ARCHS, H200, LEVEL, card_of, driver, forced_level, gpu_of, gpus_of, image
+from .gpus import (
+    ARCHS,
+    H200,
+    LEVEL,
+    PRODUCTS,
+    card_of,
+    driver,
+    forced_level,
+    gpu_of,
+    gpus_of,
+    image,
+)
 from .ops import OPERATIONS
 from .options import (
     DTYPES,
@@ -83,7 +94,17 @@ SWITCHES = {
     "GATED_DELTA_VLLM_RING": False,
 }
 """Environment variables with values 0 and 1, and their defaults."""
-ENGINE_OPTIONS = ("model", "tp", "drafts", "tree", "ring", "requests", "dtype", "state_dtype")
+ENGINE_OPTIONS = (
+    "model",
+    "gpu",
+    "tp",
+    "drafts",
+    "tree",
+    "ring",
+    "requests",
+    "dtype",
+    "state_dtype",
+)
 """Options of `check` with --engine alone."""
 LIST_OPTIONS = ("filter", "quick", "limit")
 """Options of `check` without --engine alone."""
@@ -181,13 +202,24 @@ def info() -> None:
         for version, count in by_version.items()
         if not kernels.runs_kernels_of(version)
     ]
-    counts.append(f"compiling is {'on' if kernels.may_compile() else 'off'}")
+    counts.append(f"compiling is {_compiling()}")
     table.add_row("kernel cache", f"{kernels.directory()}: {'; '.join(counts)}")
     for name, default in SWITCHES.items():
         value = int(kernels.flag(name, default))
         table.add_row(name, f"{value}" if name in os.environ else f"{value}, not set")
     table.add_row(LEVEL, forced_level() or "not set")
     console.print(table)
+
+
+def _compiling() -> str:
+    """Whether a kernel can be compiled here, and why not."""
+    if not kernels.may_compile():
+        return "off (GATED_DELTA_JIT=0)"
+    try:
+        kernels.check_tools()
+    except UnsupportedProblem as problem:
+        return f"off: {one_line(problem)}"
+    return "on"
 
 
 def _card(device: torch.device) -> str:
@@ -335,9 +367,19 @@ def check(
     model: Annotated[
         Path | None, typer.Option(help="With --engine: a directory with config.json.")
     ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            metavar="<gpu>",
+            help=f"With --engine: {', '.join(PRODUCTS)}; by default the one here, else an H100.",
+        ),
+    ] = None,
     tp: Annotated[int, typer.Option(min=1, help="With --engine: tensor parallelism.")] = 1,
     drafts: Annotated[
-        int, typer.Option(min=0, help="With --engine: draft tokens, as the engine counts them.")
+        int,
+        typer.Option(
+            min=0, max=1024, help="With --engine: draft tokens, as the engine counts them."
+        ),
     ] = 0,
     tree: Annotated[
         bool, typer.Option("--tree", help="With --engine: the drafts form a tree.")
@@ -346,7 +388,12 @@ def check(
         bool, typer.Option("--ring", help="With --engine sglang: --enable-linear-replayssm.")
     ] = False,
     requests: Annotated[
-        int, typer.Option(min=1, help="With --engine: requests at once, for the drafts' memory.")
+        int,
+        typer.Option(
+            min=1,
+            max=MAX_SEQUENCES,
+            help="With --engine: requests at once, for the drafts' memory.",
+        ),
     ] = 256,
     dtype: Annotated[
         Precision | None, typer.Option(help="With --engine: the model's when not given.")
@@ -357,7 +404,8 @@ def check(
 ) -> None:
     """Compare a backend with the recurrence in float64, on the list of cases.
 
-    With --engine: what that engine runs on gated_delta for a model, and its kernels compared.
+    With --engine: what that engine runs on gated_delta for a model on a GPU, and its kernels
+    compared if that GPU is here.
     """
     from .testing import cases, quick_cases
 
@@ -372,14 +420,19 @@ def check(
     if engine is not None:
         from .integrations import preflight
 
+        if backend is Backend.reference:
+            expected = "expected auto or cute with --engine, got reference: plug-ins run kernels"
+            raise typer.BadParameter(expected, param_hint="--backend")
+        if gpu is not None and level is not None:
+            raise typer.BadParameter("expected only without --gpu", param_hint="--level")
         modes = tuple(x.value for x in Op if x in (op or ()))
         given = (dtype and DTYPES[dtype.value], state_dtype and DTYPES[state_dtype.value])
-        server = (tp, drafts, tree, ring, requests, *given, backend.value)
+        server = (tp, drafts, tree, ring, requests, *given, gpu)
         try:
             plan = preflight.plan(preflight.Asked(engine.value, model, modes, *server), where)
-        except ValueError as problem:
-            raise Refusal(one_line(problem)) from None
-        chosen, ran = plan.cases, plan.backend
+        except (ValueError, OSError) as problem:  # OSError: of the kernels' directory
+            raise Refusal(getattr(problem, "strerror", None) or one_line(problem)) from None
+        chosen, ran = plan.cases if plan.here else [], "cute"
     list_cases = quick_cases if quick else cases
     for name in op or list(Op) if plan is None else ():
         listed = [case for case in list_cases(name.value) if filter in case.label]

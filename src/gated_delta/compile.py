@@ -97,14 +97,17 @@ def _naming_directory() -> Iterator[None]:
     try:
         yield
     except OSError as problem:
-        path = problem.filename or directory()  # a full disk's error has no filename
+        # The second name is a rename's target; a full disk's error has none.
+        path = problem.filename2 or problem.filename or directory()
         real, cache = Path(os.path.realpath(path)), Path(os.path.realpath(directory()))
         if problem.errno is None or not (real.is_relative_to(cache) or cache.is_relative_to(real)):
             raise
         reason = f"{os.strerror(problem.errno)}: {path}"
+        expected = "a directory for compiled kernels"
+        if problem.errno == errno.EISDIR:
+            expected = "a compiled kernel's file"
         raise type(problem)(
-            problem.errno,
-            f"GATED_DELTA_CACHE_DIR: expected a directory for compiled kernels ({reason})",
+            problem.errno, f"GATED_DELTA_CACHE_DIR: expected {expected} ({reason})"
         ) from problem
 
 

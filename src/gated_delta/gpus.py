@@ -49,6 +49,14 @@ kernels have not run."""
 
 H200 = GPUS[9, 0]
 
+PRODUCTS = {
+    "A100": (8, 0), "A30": (8, 0), "RTX 3090": (8, 6), "A10": (8, 6), "Orin": (8, 7),
+    "RTX 4090": (8, 9), "L4": (8, 9), "L40S": (8, 9), "H100": (9, 0), "H200": (9, 0),
+    "B200": (10, 0), "B300": (10, 3), "Thor": (11, 0), "RTX PRO 6000": (12, 0),
+    "RTX 5090": (12, 0), "DGX Spark": (12, 1),
+}  # fmt: skip
+"""Compute capabilities of products: docs/gpus.md."""
+
 FORCED = {
     "sm_80": GPUS[8, 0],
     "sm_86": GPUS[8, 6],
@@ -72,12 +80,22 @@ def forced_level() -> str | None:
     return name
 
 
-def gpu_of(device: torch.device) -> Gpu | None:
-    """The GPU of a device; None where no kernel runs on it.
+def product(name: str) -> str:
+    """The key of PRODUCTS that equals the name but for case. Raises ValueError without one."""
+    keys = {key.lower(): key for key in PRODUCTS}
+    if name.lower() not in keys:
+        raise ValueError(f"expected one of {', '.join(PRODUCTS)}, got {name!r}")
+    return keys[name.lower()]
+
+
+def gpu_of(device: torch.device | Gpu) -> Gpu | None:
+    """The GPU of a device, or the GPU given; None where no kernel runs on it.
 
     GATED_DELTA_LEVEL makes it one that uses fewer instructions: for tests of other GPUs' kernels.
     Raises ValueError if the device lacks that level's.
     """
+    if isinstance(device, Gpu):
+        return device
     if device.type != "cuda":
         return None
     facts = torch.cuda.get_device_properties(device)

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column
 
 from . import compile as kernels
-from .results import ENDING, errors, first_line, watched
+from .results import ENDING, counted, errors, first_line, watched
 
 
 def build_all(
@@ -46,7 +46,8 @@ def build_all(
             signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
             with progress if watched() else contextlib.nullcontext():
                 task = progress.add_task("", total=len(builds))
-                for build in builds:  # the label is of the first unfinished one
+                listed = builds if watched() else counted(builds, "compiling kernels")
+                for build in listed:  # the label is of the first unfinished one
                     progress.update(task, description=build[0].label)
                     wait([futures[build]])
                     progress.advance(task)

@@ -11,6 +11,7 @@ import platform
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
@@ -45,9 +46,32 @@ def watched() -> bool:
     return sys.stderr is not None and sys.stderr.isatty()
 
 
+EVERY = 10.0
+"""Seconds between lines of progress."""
+
+
 def tracked(items: Sequence[Item], description: str) -> Iterable[Item]:
-    """The items, with a progress bar if stderr is a terminal."""
-    return track(items, description, console=errors, transient=True) if watched() else items
+    """The items, with a progress bar if stderr is a terminal, else with a line now and then."""
+    if watched():
+        return track(items, description, console=errors, transient=True)
+    return counted(items, description)
+
+
+def counted(items: Sequence[Item], description: str) -> Iterator[Item]:
+    """The items; on stderr, every EVERY seconds, a line with how many are done."""
+    began = last = time.monotonic()
+    for done, item in enumerate(items):
+        now = time.monotonic()
+        if now - last >= EVERY:
+            last = now
+            say(f"{description}: {done} of {len(items)} after {now - began:.0f} s")
+        yield item
+
+
+def say(line: str) -> None:
+    """A line on stderr, if that can be written to."""
+    with contextlib.suppress(OSError):
+        errors.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def stdout_lost(problem: OSError) -> str:
@@ -235,9 +259,7 @@ class Report:
                 signal.signal(number, handler)
         self._before = {}
 
-    def say(self, line: str) -> None:
-        with contextlib.suppress(OSError):
-            errors.print(line, highlight=False, markup=False, soft_wrap=True)
+    say = staticmethod(say)
 
     def keep(self, content: Mapping[str, Any]) -> None:
         """Write intermediate results. A failure is reported by `write`, which will fail as well."""

@@ -68,7 +68,7 @@ def failing(calls: Iterable[tuple[str, Mapping[str, Any]]], log: Logger) -> dict
 
 def cases_of(calls: Iterable[tuple[str, Mapping[str, Any]]]) -> list[Case]:
     """The cases for these calls, of few heads."""
-    problems = dict.fromkeys(api.explain(op, **arguments).problem for op, arguments in calls)
+    problems = dict.fromkeys(api.describe(op, **arguments) for op, arguments in calls)
     drafts = next((problem for problem in problems if problem.op == "verify"), None)
     return [*dict.fromkeys(case for x in problems for case in cases_like(x, drafts))]
 

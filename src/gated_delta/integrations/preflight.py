@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+import reprlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,11 +19,13 @@ import torch
 from rich.table import Table
 
 from gated_delta import compile
+from gated_delta.gpus import GPUS, PRODUCTS, Gpu, card_of, product
 from gated_delta.integrations import card_check, releases, sglang_common, start, vllm, vllm_calls
 from gated_delta.integrations.sglang_kernels import ring_lacks
 from gated_delta.integrations.sglang_start import Layer
 from gated_delta.ops.launch import MAX_NORM
-from gated_delta.problem import INPUT_DTYPES, MAX_DRAFT, SHORT, KVBuffer, UnsupportedProblem, number
+from gated_delta.options import MAX_DIM, MAX_HEADS
+from gated_delta.problem import INPUT_DTYPES, MAX_DRAFT, SHORT, KVBuffer, UnsupportedProblem
 from gated_delta.results import make_table
 from gated_delta.testing import Case
 
@@ -31,6 +34,11 @@ MODES = dict(sglang=("decode", "prefill", "verify"), vllm=("decode", "prefill"))
 """As the engines' logs name them. vLLM's decode includes drafts."""
 WHERE = dict(states="as states", kvbuffer="in a KVBuffer (GATED_DELTA_{}_KVBUFFER=1)")
 """Places of drafts, with the engine's name."""
+DEFAULT = "H100"
+"""The GPU where there is none."""
+MAX_STATE = 2**24
+"""Numbers of a state on one rank, over all heads. Models have up to 2**21."""
+SGLANG_STATES = "SGLANG_MAMBA_SSM_DTYPE"
 
 
 class Sizes(NamedTuple):
@@ -50,11 +58,90 @@ class Sizes(NamedTuple):
         return f"{self.layers} {self.family} layers, {heads}{gate}"
 
 
-class Config(dict[str, Any]):
-    """A config.json with its text_config merged. Raises ValueError for an entry it lacks."""
+class Entry(NamedTuple):
+    """The values that an entry of a config.json may have, in words and as a test."""
 
-    def __missing__(self, name: str) -> Any:
-        raise ValueError(f"expected {name} in config.json of a {self.get('model_type')}")
+    words: str
+    holds: Callable[[Any], bool]
+
+
+def _count(most: int) -> Entry:
+    words = f"an integer from 1 to {most:,}"
+    return Entry(words, lambda x: type(x) is int and 1 <= x <= most)
+
+
+def _list(kind: type, words: str) -> Entry:
+    return Entry(
+        f"a list of {words}", lambda x: type(x) is list and all(type(y) is kind for y in x)
+    )
+
+
+HEADS, DIM, LAYERS = _count(MAX_HEADS), _count(MAX_DIM), _count(2**16)
+INDICES, TYPES = _list(int, "integers"), _list(str, "strings")
+FLAG = Entry("true or false", lambda x: type(x) is bool)
+TEXT = Entry("a string", lambda x: type(x) is str)
+BOUND = Entry(
+    "a number from -1e30 to below 0", lambda x: type(x) in (int, float) and -1e30 <= x < 0
+)
+GROUPS = Entry(f"{LAYERS.words}, or {INDICES.words}", lambda x: LAYERS.holds(x) or INDICES.holds(x))
+ENTRIES = dict(
+    model_type=TEXT,
+    dtype=TEXT,
+    torch_dtype=TEXT,
+    mamba_ssm_dtype=TEXT,
+    linear_allow_neg_eigval=FLAG,
+    linear_num_key_heads=HEADS,
+    linear_num_value_heads=HEADS,
+    linear_key_head_dim=DIM,
+    linear_value_head_dim=DIM,
+    num_hidden_layers=LAYERS,
+    layer_types=TYPES,
+    full_attention_layers=INDICES,
+    full_attention_interval=LAYERS,
+    linear_attn_config=Entry("an object", lambda x: isinstance(x, dict)),
+    num_heads=HEADS,
+    linear_num_heads=HEADS,
+    num_attention_heads=HEADS,
+    head_dim=DIM,
+    linear_head_dim=DIM,
+    kda_layers=INDICES,
+    gate_lower_bound=BOUND,
+    linear_lower_bound=BOUND,
+    kda_lower_bound=BOUND,
+    kda_safe_gate=FLAG,
+    short_conv_kernel_size=LAYERS,
+    layer_group_size=GROUPS,
+)
+"""The entries of models' configurations that are read."""
+
+
+class Config(dict[str, Any]):
+    """A config.json with its text_config merged, or an object in it, named by `place`.
+
+    Raises ValueError for an entry that it lacks, null included, or whose value is not of ENTRIES.
+    """
+
+    def __init__(self, entries: Mapping[str, Any], place: str = "config.json"):
+        super().__init__((name, x) for name, x in entries.items() if x is not None)
+        self.place = place
+
+    def __getitem__(self, name: str) -> Any:
+        entry = ENTRIES[name]
+        if name not in self:
+            raise ValueError(f"expected {name} in {self.place}: {entry.words}")
+        value = super().__getitem__(name)
+        if not entry.holds(value):
+            got = reprlib.repr(value)
+            raise ValueError(f"expected {name} in {self.place} to be {entry.words}, got {got}")
+        return value
+
+    def get(self, name: str, default: Any = None) -> Any:
+        if name not in self:
+            return default
+        return self[name]
+
+    def within(self, name: str) -> Config:
+        return Config(self[name], f"{name} of {self.place}")
 
 
 def _gdn(c: Config) -> Sizes:
@@ -63,14 +150,22 @@ def _gdn(c: Config) -> Sizes:
     return Sizes("GDN", _layers(c), *heads, *dims)
 
 
-def _kda(c: Config) -> Sizes:
-    nested = c.get("linear_attn_config") or {}
-    H = nested.get("num_heads") or c["linear_num_heads"]
-    D = nested.get("head_dim") or c["linear_head_dim"]
-    listed = nested.get("kda_layers")
+def _kimi(c: Config) -> Sizes:
+    """Kimi's own configurations nest these entries; transformers writes them as GLM's."""
+    if "linear_attn_config" not in c and "linear_num_heads" in c:
+        return _glm(c)
+    nested = c.within("linear_attn_config")
+    H, D, listed = nested["num_heads"], nested["head_dim"], nested.get("kda_layers")
     bounds = nested.get("gate_lower_bound"), c.get("gate_lower_bound"), c.get("linear_lower_bound")
     bound = next((x for x in bounds if x is not None), None)
     return Sizes("KDA", _layers(c) if listed is None else len(listed), H, H, D, D, bound)
+
+
+def _glm(c: Config) -> Sizes:
+    if "linear_attn_config" in c:
+        return _kimi(c)
+    H, D = c["linear_num_heads"], c["linear_head_dim"]
+    return Sizes("KDA", _layers(c), H, H, D, D, c.get("linear_lower_bound"))
 
 
 def _ling(c: Config) -> Sizes:
@@ -113,7 +208,8 @@ FAMILIES = {
         "intern_s2_preview interns2_mobius interns2_mobius_text": Family(_gdn, "inputs", True),
         "gigachat3_5": Family(_gdn, "inputs", engines=("sglang",)),
         "olmo_hybrid": Family(_gdn, "inputs", engines=("vllm",)),
-        "kimi_linear kimi_k3 glm5_next glm5_next_text": Family(_kda, "fp32", True),
+        "kimi_linear kimi_k3": Family(_kimi, "fp32", True),
+        "glm5_next glm5_next_text": Family(_glm, "fp32", True),
         "bailing_hybrid bailing_moe_v3_vl": Family(_ling, "fp32", True),
     }.items()
     for kind in kinds.split()
@@ -156,15 +252,17 @@ class Mode:
 
 
 class Plan(NamedTuple):
-    """release: of the engine installed. drafts: bytes. cases: for `backend`, against float64."""
+    """For a GPU, named by `gpu`; here: whether it is in this machine. release: of the engine
+    installed. drafts: bytes. cases: for the kernels, against float64."""
 
     engine: str
+    gpu: str
+    here: bool
     release: str
     model: Model
     modes: list[Mode]
     drafts: dict[str, int]
     cases: list[Case]
-    backend: str
 
     @property
     def ours(self) -> bool:
@@ -179,7 +277,8 @@ class Plan(NamedTuple):
         where = {name: place.format(self.engine.upper()) for name, place in WHERE.items()}
         sizes = (f"{x / 2**30:.3f} GiB {where[name]}" for name, x in self.drafts.items())
         drafts = [f"drafts take {' or '.join(sizes)}"] if self.drafts else []
-        return [self.release, str(self.model), *drafts, table]
+        absent = "" if self.here else ", not for a GPU here: no kernel was run"
+        return [f"for {self.gpu}{absent}", self.release, str(self.model), *drafts, table]
 
     def missing(self) -> list[str]:
         """The kernels that keep modes from gated_delta, to be printed."""
@@ -191,6 +290,7 @@ class Plan(NamedTuple):
         model = self.model
         return dict(
             name=self.engine,
+            gpu=self.gpu,
             release=self.release,
             model_type=model.kind,
             **model.sizes._asdict(),
@@ -205,7 +305,7 @@ class Asked(NamedTuple):
     """A server: tensor parallelism, drafts as its engine counts them, requests at once, dtypes.
 
     tree: drafts are trees. ring: decode keeps tokens in SGLang's ReplaySSM. modes: those to be
-    ours. backend: auto is the plug-in's, cute on a GPU.
+    ours. gpu: a product of gpus.PRODUCTS, in place of the GPU here.
     """
 
     engine: str
@@ -218,7 +318,7 @@ class Asked(NamedTuple):
     requests: int = 1
     dtype: torch.dtype | None = None
     state_dtype: torch.dtype | None = None
-    backend: str = "auto"
+    gpu: str | None = None
 
 
 def read(path: Path | None) -> Config:
@@ -235,13 +335,16 @@ def read(path: Path | None) -> Config:
     if not isinstance(config, dict):
         raise ValueError(f"expected a JSON object in {str(file)!r}")
     text = config.get("text_config")
-    text = text if isinstance(text, dict) else {}
+    text = Config(text if isinstance(text, dict) else {})  # without null
     # The model_type of the whole: Kimi K3's text model has Kimi Linear's.
     return Config(config | text | {"model_type": config.get("model_type")})
 
 
 def plan(asked: Asked, device: torch.device) -> Plan:
-    """What the engine would run. Raises ValueError, in one line, for a model it cannot serve."""
+    """What the engine would run on the GPU asked for, else on `device`, else on an H100.
+
+    Raises ValueError, in one line, for a model it cannot serve.
+    """
     engine, known = asked.engine, MODES[asked.engine]
     if unknown := set(asked.modes) - set(known):
         raise ValueError(f"expected --op to be of {', '.join(known)}, got {min(unknown)}")
@@ -249,79 +352,96 @@ def plan(asked: Asked, device: torch.device) -> Plan:
         raise ValueError("expected --tree with --engine sglang and --drafts above 0")
     if asked.ring and engine == "vllm":
         raise ValueError("expected --ring with --engine sglang; vLLM's is GATED_DELTA_VLLM_RING=1")
+    gpu, name = _gpu(asked, device)
     model = _model(asked)
-    modes, drafts = (_sglang if engine == "sglang" else _vllm)(asked, model, device)
-    release, refused = _release(engine, device)
-    backend = asked.backend
-    if backend == "auto":
-        backend = sglang_common.backend_for(torch.empty(0, device=device))  # vLLM's too
+    modes, drafts = (_sglang if engine == "sglang" else _vllm)(asked, model)
+    release, refused = _release(engine)
     for mode in modes:
-        mode.calls = [(op, arguments | dict(backend=backend)) for op, arguments in mode.calls]
+        mode.calls = [(op, arguments | dict(backend="cute")) for op, arguments in mode.calls]
         if refused:
             mode.leave(refused)
-        elif mode.ours and (lacks := start.refused(mode.calls)):
+        elif mode.ours and (lacks := start.refused(mode.calls, gpu)):
             mode.leave(f"ours needs {'; '.join(dict.fromkeys(lacks.values()))}")
     served = [call for mode in modes if mode.ours for call in mode.calls]
     for mode in (mode for mode in modes if mode.ours):
-        _look_for_kernels(mode, served, device)
+        _look_for_kernels(mode, served, gpu)
     calls = [call for mode in modes if mode.ours for call in mode.calls]
     # All heads; an engine's start runs few.
     heads = model.sizes.H, model.sizes.HV
     cases = [replace(case, heads=heads) for case in card_check.cases_of(calls)]
-    return Plan(engine, release, model, modes, drafts, cases, backend)
+    return Plan(engine, name, gpu is device, release, model, modes, drafts, cases)
+
+
+def _gpu(asked: Asked, device: torch.device) -> tuple[Gpu | torch.device, str]:
+    """The GPU that is asked about, and its name: the card's if it is `device`."""
+    if asked.gpu is None and device.type == "cuda":
+        return device, str(card_of(device))
+    try:
+        name = product(asked.gpu or DEFAULT)
+    except ValueError as problem:
+        raise ValueError(f"--gpu: {problem}") from None
+    gpu = GPUS[PRODUCTS[name]]
+    return gpu, f"{name} ({gpu})"
 
 
 def _model(asked: Asked) -> Model:
     config, engine = read(asked.model), asked.engine
-    kind = str(config["model_type"])
+    kind = config["model_type"]
     family = FAMILIES.get(kind)
     if family is None or engine not in family.engines:
         raise ValueError(f"gated_delta serves no model_type {kind!r} in {ENGINES[engine]}")
-    try:
-        sizes = family.read(config)
-        if sizes.lower_bound is not None:
-            number("lower_bound", sizes.lower_bound)
-    except (AttributeError, TypeError, ZeroDivisionError) as problem:
-        raise ValueError(f"expected other values in config.json of a {kind}: {problem}") from None
-    for name in ("layers", "H", "HV", "K", "V"):
-        if not isinstance(size := getattr(sizes, name), int) or size < 1:
-            raise ValueError(f"expected {name} of 1 or more in config.json, got {size!r}")
+    config.place = f"config.json of a {kind}"
+    sizes = family.read(config)
     H, HV = sizes.H, sizes.HV
+    if sizes.layers < 1:
+        raise ValueError(f"expected linear layers in {config.place}, got {sizes.layers}")
     if HV % H:
-        raise ValueError(f"expected HV in config.json to be a multiple of H={H}, got {HV}")
+        raise ValueError(f"expected HV in {config.place} to be a multiple of H={H}, got {HV}")
     if H % asked.tp:
         raise ValueError(f"expected --tp to divide H={H}, got {asked.tp}")
     sizes = sizes._replace(H=H // asked.tp, HV=HV // asked.tp)
-    dtype = asked.dtype or _dtype(config.get("dtype") or config["torch_dtype"])
+    if sizes.HV * sizes.K * sizes.V > MAX_STATE:
+        raise ValueError(f"expected states of up to {MAX_STATE:,} numbers on a rank, got {sizes}")
+    dtype = asked.dtype or _input_dtype(config)
     states = asked.state_dtype or _state_dtype(engine, family, config, dtype)
-    return Model(kind, family, sizes, dtype, states, bool(config.get("linear_allow_neg_eigval")))
+    doubles_beta = config.get("linear_allow_neg_eigval", False)
+    return Model(kind, family, sizes, dtype, states, doubles_beta)
 
 
-def _dtype(name: object) -> torch.dtype:
-    dtype = getattr(torch, str(name).removeprefix("torch."), None)
+def _input_dtype(config: Config) -> torch.dtype:
+    name = "dtype" if "dtype" in config else "torch_dtype"
+    if config.get(name, "auto") == "auto":
+        raise ValueError(f"expected dtype in {config.place}, or --dtype")
+    return _dtype(config[name], f"{name} in {config.place}")
+
+
+def _dtype(value: str, name: str) -> torch.dtype:
+    dtype = getattr(torch, value.removeprefix("torch."), None)
     if dtype not in INPUT_DTYPES:
-        raise ValueError(f"expected dtype bfloat16, float16 or float32, got {name!r}")
+        raise ValueError(f"expected {name} to be bfloat16, float16 or float32, got {value!r}")
     return dtype
 
 
 def _state_dtype(engine: str, family: Family, config: Config, dtype: torch.dtype) -> torch.dtype:
     """The engine's default."""
     named = config.get("mamba_ssm_dtype")
+    name = f"mamba_ssm_dtype in {config.place}"
     if engine == "sglang":
-        read = named if family.read is _gdn else None
-        return _dtype(os.environ.get("SGLANG_MAMBA_SSM_DTYPE") or read or "float32")
+        if variable := os.environ.get(SGLANG_STATES):
+            return _dtype(variable, SGLANG_STATES)
+        return _dtype(named, name) if named and family.read is _gdn else torch.float32
     if family.states == "config" and named:
-        return _dtype(named)
+        return _dtype(named, name)
     return torch.float32 if family.states == "fp32" else dtype
 
 
-def _release(engine: str, device: torch.device) -> tuple[str, str]:
+def _release(engine: str) -> tuple[str, str]:
     """A line on the installed engine; why it is not served, or ""."""
     version = releases.installed(engine)
     if version is None:
         return f"{ENGINES[engine]} is not installed here: its release was not checked", ""
     if engine == "vllm":
-        refusal = vllm.unsupported(version, device.type)
+        refusal = vllm.unsupported(version, "cuda")
     else:
         refusal = releases.SGLANG.refusal(version)
         refusal = refusal and f"expected SGLang {releases.SGLANG.version}, got {refusal}"
@@ -329,24 +449,24 @@ def _release(engine: str, device: torch.device) -> tuple[str, str]:
     return f"{ENGINES[engine]} {version} is {served}", refusal or ""
 
 
-def _look_for_kernels(mode: Mode, served: list[start.Call], device: torch.device) -> None:
+def _look_for_kernels(mode: Mode, served: list[start.Call], gpu: Gpu | torch.device) -> None:
     """Leaves a mode whose kernels are missing. served: the calls of all modes, for the command."""
     if not (compile.may_compile() and compile.installed(compile.COMPILER)):
         try:
-            start.load(mode.calls, device, served)
+            start.load(mode.calls, gpu, served)
         except UnsupportedProblem as error:
             reason, *_ = str(error).splitlines()
             mode.leave(reason)
             mode.unbuilt = error.missing
     else:
-        mode.unbuilt, command = start.unbuilt(mode.calls, device, served)
+        mode.unbuilt, command = start.unbuilt(mode.calls, gpu, served)
         if mode.unbuilt:
             mode.reason = f"its start compiles {len(mode.unbuilt)} kernels; {command}"
 
 
-def _sglang(asked: Asked, model: Model, device: torch.device) -> tuple[list[Mode], dict[str, int]]:
+def _sglang(asked: Asked, model: Model) -> tuple[list[Mode], dict[str, int]]:
     family, layers, H, HV, K, V, bound = model.sizes
-    state = torch.zeros(2, HV, V, K, dtype=model.state_dtype, device=device)
+    state = torch.empty(2, HV, V, K, dtype=model.state_dtype)  # calls that are described, not run
     scratch: Any = None
     drafts: dict[str, int] = {}
     in_kvbuffer = compile.flag("GATED_DELTA_SGLANG_KVBUFFER", False)
@@ -357,14 +477,10 @@ def _sglang(asked: Asked, model: Model, device: torch.device) -> tuple[list[Mode
         rows = asked.requests + 1  # and the padding's
         buffer = KVBuffer.empty(rows, T, **sizes, num_layers=layers, device="meta")
         drafts = dict(states=model.state_bytes(rows * T), kvbuffer=buffer.nbytes)
-        scratch = (
-            KVBuffer.empty(2, T, **sizes, device=device)
-            if in_kvbuffer
-            else state.new_zeros(2, T, HV, V, K)
-        )
+        scratch = KVBuffer.empty(2, T, **sizes) if in_kvbuffer else state.new_empty(2, T, HV, V, K)
     ring = None
     if asked.ring and bound is None:  # SGLang's has the states' dtype
-        ring = KVBuffer.empty(2, 1, **sizes, device=device)
+        ring = KVBuffer.empty(2, 1, **sizes)
         ring = replace(ring, u=ring.u.to(state))
     norm = model.family.fuses_norm and model.kind != "kimi_k3" and V <= MAX_NORM
     layer = Layer(family, H, HV, K, V, model.dtype, bound, norm)
@@ -403,9 +519,9 @@ class _Layer(vllm_calls.Recurrence):
         return self.bound
 
 
-def _vllm(asked: Asked, model: Model, device: torch.device) -> tuple[list[Mode], dict[str, int]]:
+def _vllm(asked: Asked, model: Model) -> tuple[list[Mode], dict[str, int]]:
     _, _, _, HV, K, V, _ = model.sizes
-    pool = torch.zeros(2, HV, V, K, dtype=model.state_dtype, device=device)
+    pool = torch.empty(2, HV, V, K, dtype=model.state_dtype)
     layer, left = _Layer(model, asked.drafts), vllm_calls.too_many(asked.drafts)
     in_kvbuffer = compile.flag("GATED_DELTA_VLLM_KVBUFFER", False)
     layer.buffered = in_kvbuffer and asked.drafts > 0 and not left

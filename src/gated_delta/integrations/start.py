@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -21,16 +22,17 @@ def drafts_line(buffer: float, states: float) -> str:
     return "gated_delta keeps drafts in {:.3f} GiB, in place of {:.3f} GiB of states".format(*sizes)
 
 
-def refused(calls: Iterable[Call]) -> dict[str, str]:
-    """The operations that cannot run these calls, and why.
+def refused(calls: Iterable[Call], gpu: Gpu | torch.device | None = None) -> dict[str, str]:
+    """The operations that cannot run these calls, and why; on a GPU, or where the tensors are.
 
     Raises ValueError if GATED_DELTA_JIT is neither 0 nor 1: the engine's kernels do not hide it.
     """
     compile.may_compile()
+    explain = api.explain if gpu is None else functools.partial(api.explain_on, gpu)
     reasons = {}
     for op, arguments in calls:
         try:
-            api.explain(op, **arguments)
+            explain(op, **arguments)
         except UnsupportedProblem as error:
             reasons[op] = "; ".join(error.missing)
         except (TypeError, ValueError) as error:  # an engine's dtype or layout
@@ -40,12 +42,12 @@ def refused(calls: Iterable[Call]) -> dict[str, str]:
 
 def needed(calls: Iterable[Call], gpu: Gpu) -> list[compile.Variant]:
     """Every kernel that such calls launch, for any number of sequences."""
-    problems = [api.explain(op, **arguments).problem for op, arguments in calls]
+    problems = [api.describe(op, **arguments) for op, arguments in calls]
     return [*dict.fromkeys(v for x in problems for v in dispatch.variants_of(x, gpu))]
 
 
 def unbuilt(
-    calls: Sequence[Call], device: torch.device, others: Sequence[Call]
+    calls: Sequence[Call], device: torch.device | Gpu, others: Sequence[Call]
 ) -> tuple[tuple[str, ...], str]:
     """The kernels that `load` would have to compile, and what builds them, and others', before."""
     gpu = gpu_of(device)
@@ -55,7 +57,7 @@ def unbuilt(
     return tuple(labels), dispatch.how_to_build(needed([*calls, *others], gpu), gpu)
 
 
-def load(calls: Sequence[Call], device: torch.device, others: Sequence[Call] = ()) -> None:
+def load(calls: Sequence[Call], device: torch.device | Gpu, others: Sequence[Call] = ()) -> None:
     """Loads every kernel that such calls launch, for any number of sequences; compiles missing
     ones.
 

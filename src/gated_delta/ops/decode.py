@@ -24,10 +24,12 @@ from .launch import (
     TokensLaunch,
     buffer_of,
     norm_of,
+    output_of,
     ready,
     single_token,
     state_sizes,
     state_width,
+    strides_of,
     tokens_of,
 )
 from .verify import Verify, VerifyLaunch
@@ -272,6 +274,16 @@ class Decode(StateOperation):
             return VERIFY.plan(problem, sequences, tokens, gpu=gpu)
         return super().plan(problem, sequences, tokens, gpu=gpu)
 
+    def strides(self, problem: Problem, a: Arguments) -> Any:
+        if _by_verify(problem):
+            return VERIFY.strides(problem, a)
+        return strides_of(DecodeStrides, a, o=output_of(a))
+
+    def exceeded(self, problem: Problem, plan: Plan, a: Arguments) -> list[str]:
+        if _by_verify(problem):
+            return VERIFY.exceeded(problem, plan, a)
+        return super().exceeded(problem, plan, a)
+
     def variants(self, problem: Problem, gpu: Gpu = H200) -> list[compile.Variant]:
         if _by_verify(problem):
             return VERIFY.variants(problem, gpu)
@@ -356,7 +368,7 @@ class DecodeLaunch(TokensLaunch):
     """A launch of decode for given shapes and strides."""
 
     def __init__(self, operation: Operation, problem: Problem, plan: Plan, a: Arguments):
-        super().__init__(operation, plan, a)
+        super().__init__(operation, problem, plan, a)
         aligned = () if "unaligned_qk" in problem.options else ("q", "k")
         buffer = () if a.buffer_u is None else ("buffer_u", "buffer_k")
         self.vectors = (*aligned, "state", "intermediate_states", *buffer)
@@ -367,7 +379,6 @@ class DecodeLaunch(TokensLaunch):
         if a.state_indices is not None and a.state_indices.ndim == 2:
             slots = a.state_indices.shape[1]
             longest = min(longest, slots)
-        self.strides = self.strides_of(DecodeStrides, problem, a)
         self.sizes = ready(
             DecodeSizes(
                 **state_sizes(DecodeSizes, a, plan),

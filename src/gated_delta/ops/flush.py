@@ -129,6 +129,12 @@ class Flush(StateOperation):
     def work(self, a: Arguments) -> tuple[int, int]:
         return (a.state.shape[0] if a.state.ndim == 5 else 1) * a.num_sequences, 0
 
+    def strides(self, problem: Problem, a: Arguments) -> Any:
+        """Those of one layer."""
+        first = a.state.ndim == 5 and len(a.state) > 0
+        one_layer = {name: getattr(a, name)[0] if first else getattr(a, name) for name in LAYERED}
+        return strides_of(FlushStrides, a, **one_layer)
+
     def schedules(self, problem: Problem) -> Table:
         return SCHEDULES[state_width(problem)]
 
@@ -164,12 +170,9 @@ class FlushLaunch(Launch):
         self.vectors = ("state",)
         layered = a.state.ndim == 5
         layers = a.state.shape[0] if layered else 1
-        one_layer = {name: getattr(a, name) for name in LAYERED}
-        strides = {f"{name}_l": bytes_of(x, 1)[0] * layered for name, x in one_layer.items()}
+        strides = {f"{name}_l": bytes_of(getattr(a, name), 1)[0] * layered for name in LAYERED}
         super().__init__(operation, plan, a, numbers=strides)
-        if layered and layers:
-            one_layer = {name: x[0] for name, x in one_layer.items()}
-        self.strides = strides_of(FlushStrides, problem, a, **one_layer)
+        self.strides = ready(operation.strides(problem, a))
         N, HV, C = a.num_sequences, a.buffer_u.shape[-2], a.buffer_u.shape[-3]
         self.empty = N * layers == 0
         self.sizes = ready(

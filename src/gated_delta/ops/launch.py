@@ -23,7 +23,7 @@ from ..gpus import H200, Gpu
 from ..kernels.arguments import ABSENT as NO_KIND
 from ..kernels.arguments import BF16, FP16, FP32
 from ..memory import Addresses, Placement
-from ..problem import BUFFER, Gate, GatedNorm, KVBuffer, Problem, Tokens, UnsupportedProblem
+from ..problem import BUFFER, Gate, GatedNorm, KVBuffer, Problem, Tokens
 
 CHECK = os.environ.get("GATED_DELTA_CHECK") == "1"
 """Check indices and log decays on the host before each launch; waits for the GPU."""
@@ -172,6 +172,15 @@ class Operation(ABC):
         """The schedule for this much work, and its kernels."""
 
     @abstractmethod
+    def strides(self, problem: Problem, a: Any) -> tuple[int, ...]:
+        """The strides in bytes that a call passes to the kernels of its plan."""
+
+    def exceeded(self, problem: Problem, plan: Plan, a: Any) -> list[str]:
+        """Limits that a call exceeds on its plan's kernels, by its strides and lengths."""
+        wide = max(self.strides(problem, a)) >= 2**31
+        return ["strides below 2 GiB, in every tensor"] if wide else []
+
+    @abstractmethod
     def variants(self, problem: Problem, gpu: Gpu = H200) -> list[compile.Variant]:
         """Every variant that `plan` returns for some number of sequences and tokens."""
 
@@ -280,18 +289,19 @@ def _new_dense(v: Tensor) -> Tensor:
 class TokensLaunch(Launch):
     """A launch of prefill, decode or verify: tokens in, `out` as an output."""
 
-    strides: Any
     sizes: Any
 
     def __init__(
         self,
         operation: Operation,
+        problem: Problem,
         plan: Plan,
         a: Any,
         sources: Mapping[str, str] = {},
         pointers: Any = None,
     ):
         super().__init__(operation, plan, a, {"o": "out", **sources}, pointers=pointers)
+        self.strides = ready(operation.strides(problem, a))
         self.scale = a.q.shape[-1] ** -0.5 if a.scale is None else float(a.scale)
         self.bound = a.bound
         self.empty = tokens_of(a).num_sequences == 0
@@ -306,12 +316,6 @@ class TokensLaunch(Launch):
             return super().pointers(given)
         pointers = self.in_kernel_order(given)
         return pointers[: self.o_at], pointers[self.o_at + 1 :]
-
-    def strides_of(
-        self, wanted: Any, problem: Problem, a: Any, **others: Tensor | list[int] | None
-    ) -> Any:
-        o = torch.empty(a.v.shape, dtype=a.v.dtype, device="meta") if a.out is None else a.out
-        return strides_of(wanted, problem, a, o=o, **others)
 
     def run(self, tensors: tuple[Tensor, ...], pointers: Any, stream: Any) -> Any:
         if self.out_at is not None:
@@ -342,7 +346,12 @@ NUMBER_TENSORS = ("beta", "dt_bias", "norm_weight")
 """Tensors with run-time dtypes bf16, fp16 or fp32; the other run-time dtypes are of indices."""
 
 
-def strides_of(wanted: Any, problem: Problem, a: Any, **others: Tensor | list[int] | None) -> Any:
+def output_of(a: Any) -> Tensor:
+    """out, or one like the output that the launch of a call allocates."""
+    return torch.empty(a.v.shape, dtype=a.v.dtype, device="meta") if a.out is None else a.out
+
+
+def strides_of(wanted: Any, a: Any, **others: Tensor | list[int] | None) -> Any:
     """Strides in the fields of `wanted`, a tuple type of arguments.py.
 
     others: tensors (or strides in bytes) that are not arguments of the call. Tokens that are
@@ -358,12 +367,7 @@ def strides_of(wanted: Any, problem: Problem, a: Any, **others: Tensor | list[in
             and (a.cu_seqlens is not None or x.shape[0] == 1)
         )
         strides += [0, *steps[1:]] if one_sequence else steps
-    if max(strides) >= 2**31:
-        raise UnsupportedProblem(
-            f"backend 'cute' cannot run {problem.label}; it needs",
-            ("strides below 2 GiB, in every tensor",),
-        )
-    return ready(wanted(*strides))
+    return wanted(*strides)
 
 
 def kinds_of(wanted: Any, a: Any) -> dict[str, int]:

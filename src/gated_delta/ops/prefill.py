@@ -27,7 +27,9 @@ from .launch import (
     Plan,
     TokensLaunch,
     bytes_of,
+    output_of,
     ready,
+    strides_of,
     token_sizes,
     tokens_of,
 )
@@ -180,6 +182,14 @@ class Prefill(Operation):
     def work(self, a: Arguments) -> tuple[Any, ...]:
         return *super().work(a), a.max_seqlen
 
+    def strides(self, problem: Problem, a: Arguments) -> Any:
+        initial, final = (a.initial_state, a.final_state) if a.state is None else (a.state,) * 2
+        if a.output_final_state and final is None:
+            final = torch.empty(_final_shape(a), dtype=_final_dtype(a), device="meta")
+        states: dict[str, Any] = dict(initial_state=initial, final_state=final)
+        checkpoints = _checkpoint_strides(a)
+        return strides_of(PrefillStrides, a, o=output_of(a), checkpoints=checkpoints, **states)
+
     def plan(
         self,
         problem: Problem,
@@ -227,6 +237,14 @@ def _final_shape(a: Arguments) -> tuple[int, ...]:
     return (tokens_of(a).num_sequences, *a.v.shape[2:], a.q.shape[3])
 
 
+def _checkpoint_strides(a: Arguments) -> list[int]:
+    """In bytes: of sequence, checkpoint, slot, head. With indices only of slot and head."""
+    if a.checkpoint_indices is not None:
+        return [0, 0, *bytes_of(a.state if a.checkpoints is None else a.checkpoints, 2)]
+    sequence, checkpoint, head = bytes_of(a.checkpoints, 3)
+    return [sequence if len(a.q) > 1 or a.cu_seqlens is not None else 0, checkpoint, 0, head]
+
+
 def _final_dtype(a: Arguments) -> torch.dtype:
     return torch.float32 if a.initial_state is None else a.initial_state.dtype
 
@@ -239,9 +257,8 @@ class PrefillLaunch(TokensLaunch):
         self.checkpoints_in_pool = a.checkpoint_indices is not None and a.checkpoints is None
         sources = dict(initial_state="state", final_state="state") if pooled else {}
         sources |= dict(checkpoints="state") if self.checkpoints_in_pool else {}
-        super().__init__(operation, plan, a, sources)
+        super().__init__(operation, problem, plan, a, sources)
         channel, packed = a.g.ndim == 4, a.cu_seqlens is not None
-        initial = a.state if pooled else a.initial_state
         states = ("initial_state", "state", "final_state", "checkpoints")
         self.vectors = ("q", "k", "v", *states, "out", *(("g",) if channel else ()))
         self.final_shape = (
@@ -272,13 +289,6 @@ class PrefillLaunch(TokensLaunch):
                 overlapped=kind.overlapped,
             )
         )
-        final = a.state if pooled else a.final_state
-        if self.final_shape is not None:
-            final = torch.empty(self.final_shape, dtype=self.final_dtype, device="meta")
-        others: dict[str, Any] = dict(
-            initial_state=initial, final_state=final, checkpoints=self.checkpoint_strides(a)
-        )
-        self.strides = self.strides_of(PrefillStrides, problem, a, **others)
         heads = 1 if channel else prepare_heads(H, HV, chunk_slots, kind, sms)
         self.sizes = ready(
             PrefillSizes(
@@ -298,13 +308,6 @@ class PrefillLaunch(TokensLaunch):
                 else a.checkpoint_lens.shape[1],
             )
         )
-
-    def checkpoint_strides(self, a: Arguments) -> list[int]:
-        """In bytes: of sequence, checkpoint, slot, head. With indices only of slot and head."""
-        if a.checkpoint_indices is not None:
-            return [0, 0, *bytes_of(a.state if self.checkpoints_in_pool else a.checkpoints, 2)]
-        sequence, checkpoint, head = bytes_of(a.checkpoints, 3)
-        return [sequence if len(a.q) > 1 or a.cu_seqlens is not None else 0, checkpoint, 0, head]
 
     def pointers(self, given: Addresses) -> list[int]:
         return list(self.in_kernel_order(given)[:WORKSPACE])

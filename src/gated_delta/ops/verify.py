@@ -18,7 +18,7 @@ from ..kernels.arguments import (
     lanes_per_row,
     round_up_tokens,
 )
-from ..problem import BUFFER, Checker, Problem, UnsupportedProblem
+from ..problem import BUFFER, Checker, Problem
 from .launch import (
     LARGE,
     MIB,
@@ -32,9 +32,11 @@ from .launch import (
     TokensLaunch,
     buffer_of,
     norm_of,
+    output_of,
     ready,
     state_sizes,
     state_width,
+    strides_of,
     tokens_of,
 )
 
@@ -163,6 +165,17 @@ class Verify(StateOperation):
                 plan = Plan(schedule, (self.variant(problem, schedule),), gpu)
         return plan
 
+    def strides(self, problem: Problem, a: Any) -> Any:
+        return strides_of(VerifyStrides, a, o=output_of(a))
+
+    def exceeded(self, problem: Problem, plan: Plan, a: Any) -> list[str]:
+        reasons = super().exceeded(problem, plan, a)
+        if not _fits(plan, a.buffer_u.shape[1]):
+            fewer = "fewer tokens a call" + ", or a buffer of fewer tokens" * has_history(problem)
+            room = f"more than {plan.gpu.shared} bytes of shared memory in a CTA"
+            reasons.append(f"{room}: take {fewer}")
+        return reasons
+
     def block_rows(self, problem: Problem, schedule: Schedule) -> int:
         return schedule.rows * schedule.threads // 32
 
@@ -251,21 +264,13 @@ class VerifyLaunch(TokensLaunch):
     """A launch of verify's kernel for given shapes and strides, also for decode with a buffer."""
 
     def __init__(self, operation: Operation, problem: Problem, plan: Plan, a: Any):
-        history = has_history(problem)
-        if not _fits(plan, a.buffer_u.shape[1]):
-            fewer = "fewer tokens a call" + ", or a buffer of fewer tokens" * history
-            raise UnsupportedProblem(
-                f"backend 'cute' cannot run {problem.label}; it needs",
-                (f"more than {plan.gpu.shared} bytes of shared memory in a CTA: take {fewer}",),
-            )
-        super().__init__(operation, plan, a, pointers=VerifyPointers)
+        super().__init__(operation, problem, plan, a, pointers=VerifyPointers)
         aligned = () if "unaligned_qk" in problem.options else ("q", "k")
-        more = ("buffer_u",) if history else ()
+        more = ("buffer_u",) if has_history(problem) else ()
         self.vectors = (*aligned, "state", "buffer_k", *more)
         parents = getattr(a, "parents", None)  # decode has none
         longest = problem.T
         assert longest is not None
-        self.strides = self.strides_of(VerifyStrides, problem, a)
         self.sizes = ready(
             VerifySizes(
                 **state_sizes(VerifySizes, a, plan),
