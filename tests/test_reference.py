@@ -815,7 +815,19 @@ def test_a_negative_length_leaves_an_empty_sequence_alone():
     assert torch.equal(state[0], pool()[0])
     assert not torch.equal(state[1], pool()[1])
     parts.advance(lens, torch.tensor([0, 1]))
-    assert lens.tolist() == [1, 0]
+    assert lens.tolist() == [~1, 0]
+
+
+def test_flush_folds_a_length_due_to_be_folded(axis):
+    """As m, of a path too: ~m tokens, past the row's end all of them; ~0 = -1 none."""
+    parts, lens = buffer(3, axis=axis), torch.tensor([2, 0, 99])
+    gd.verify(**tokens(3, axis=axis), state=pool(3), buffer=parts)
+    for path in (None, torch.arange(T).expand(3, T)):
+        folded, due = pool(3), pool(3)
+        gd.flush(folded, parts, lens, path=path)
+        gd.flush(due, parts, ~lens, path=path)
+        assert torch.equal(folded, due)
+        assert (folded != pool(3)).flatten(1).any(1).tolist() == [True, False, True]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
