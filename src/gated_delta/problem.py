@@ -445,27 +445,28 @@ def number(name: str, x: object) -> float:
 
 
 def _check_advance(lens: Tensor, tokens: int | Tensor) -> None:
-    """The checks of `KVBuffer.advance`; a tracer sees shapes and dtypes alone."""
-    for name, x in {"lens": lens, "tokens": tokens}.items():
-        if isinstance(x, Tensor) or name == "lens":
-            _tensor(name, x, INDEX_DTYPES)
-            if x.ndim != 1 or x.shape != lens.shape:
-                N = lens.shape[0] if lens.ndim == 1 else "N"
-                raise ValueError(f"{name}: expected shape [N] = [{N}], got {list(x.shape)}")
-    if not isinstance(tokens, Tensor):
-        if not 0 <= integer("tokens", tokens, "an int or an int tensor [N]") <= MAX_DRAFT:
-            raise ValueError(f"tokens: expected 0 to {MAX_DRAFT}, got {tokens}")
+    """The checks of `KVBuffer.advance`; under a tracer of shapes and dtypes alone."""
+    given = {"lens": lens} | ({"tokens": tokens} if isinstance(tokens, Tensor) else {})
+    for name, x in given.items():
+        _tensor(name, x, INDEX_DTYPES)
+        if x.ndim != 1 or x.shape != lens.shape:
+            N = lens.shape[0] if lens.ndim == 1 else "N"
+            raise ValueError(f"{name}: expected shape [N] = [{N}], got {list(x.shape)}")
+    expected = f"tokens: expected 0 to {MAX_DRAFT}, got"
+    if "tokens" not in given:
+        one = integer("tokens", tokens, "an int or an int tensor [N]")
+        if not 0 <= one <= MAX_DRAFT:
+            raise ValueError(f"{expected} {one}")
     if traced(lens):
         return
     check = Checker()
-    check.index("lens", lens)
-    if isinstance(tokens, Tensor):
-        check.index("tokens", tokens)
+    for name, x in given.items():
+        check.index(name, x)
     check.writes("lens")
     if isinstance(tokens, Tensor) and (CHECK or tokens.device.type == "cpu"):
         for n, m in enumerate(tokens.tolist()):
             if not 0 <= m <= MAX_DRAFT:
-                raise ValueError(f"tokens: expected 0 to {MAX_DRAFT}, got {m} at sequence {n}")
+                raise ValueError(f"{expected} {m} at sequence {n}")
 
 
 def _last_dim_contiguous(name: str, x: Tensor) -> None:
