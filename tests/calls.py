@@ -80,7 +80,7 @@ def rollout(prompts, answers, state, piece, *, dense=False, **options):
     """
     lengths, slots = [x["v"].shape[1] for x in prompts], torch.arange(len(prompts)) + 1
     options |= dict(state=state)
-    start = dict(has_initial_state=torch.zeros(len(slots), dtype=torch.bool), deterministic=False)
+    start = dict(has_initial_state=torch.zeros(len(slots), dtype=torch.bool), deterministic=True)
     call = packed(prompts) | dict(state_indices=slots)
     outputs = [[x] for x in gd.prefill(**call, **start, **options)[0].split(lengths, 1)]
     while any(left := [x["v"].shape[1] for x in answers]):
