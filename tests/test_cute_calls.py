@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import gated_delta as gd
+from gated_delta import problem
 from gated_delta.ops import OPERATIONS, launch
 from gpu import (
     HV,
@@ -363,3 +364,20 @@ def test_strided_gates_betas_and_parameters(op, axis):
     assert strided["g"].stride(2) != call["g"].stride(2)
     all_same(op.run(call | strided, state), op.run({**call, "gate": contiguous}, plain))
     same(state, plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_advance_waits_only_to_check_its_tokens(monkeypatch, dtype):
+    """Without the check any number is clamped, in a graph too; with it, nothing is written."""
+    rows, lens = gd.KVBuffer.empty(4, 3, 1, 1, 8, 8, device="cuda"), index(0, 2, 1, ~1, dtype=dtype)
+    one, other = index(1, 0, 1, 1), index(-5, -(2**31), 2**31 - 1, -1)
+    with no_waits():
+        rows.advance(lens, other)
+    assert lens.tolist() == [0, 2, 0, ~1]
+    graph, _ = captured(lambda: rows.advance(lens, one))
+    graph.replay()
+    assert lens.tolist() == [1, 2, 1, 0]
+    monkeypatch.setattr(problem, "CHECK", True)
+    with pytest.raises(ValueError, match="tokens: expected 0 to 16, got -5 at sequence 0"):
+        rows.advance(lens, other)
+    assert lens.tolist() == [1, 2, 1, 0]

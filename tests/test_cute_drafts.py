@@ -403,14 +403,17 @@ def test_flush_of_every_accept_length(axis, state_dtype, T):
 def test_num_accepted_is_clamped(state_dtype, dtype):
     _, start, buffer = drafted(5, 3, state_dtype=state_dtype)
     state, clamped = start.clone(), start.clone()
-    flush(state, buffer, index(LOWEST[dtype], 4, 17, 3, -7, dtype=dtype))
-    flush(clamped, buffer, index(0, 3, 3, 3, 0, dtype=dtype))
+    counts = (-1, 4, 17, ~2, ~7)
+    flush(state, buffer, index(*counts, dtype=dtype))
+    flush(clamped, buffer, index(0, 3, 3, 2, 3, dtype=dtype))
     same(state, clamped)
-    same(state[[0, 4]], start[[0, 4]])
+    same(state[0], start[0])
+    flush(clamped.copy_(start), buffer, index(3, 3, 3, 3, 3, dtype=dtype))
+    counts = (LOWEST[dtype], 3, ~3, 5, ~(2**31 - 1))
     if dtype == torch.int64:
         counts = (-(2**32) + 2, 2**31, 2**32 + 2, 2**63 - 1, -(2**63))
-        flush(state.copy_(start), buffer, index(*counts, dtype=dtype))
-        same(state, clamped)
+    flush(state.copy_(start), buffer, index(*counts, dtype=dtype))
+    same(state, clamped)
 
 
 @pytest.mark.parametrize("count", [0, 2, 3, 4, 2**40], ids=str)

@@ -441,3 +441,23 @@ def test_a_bad_call_raises_in_a_compiled_graph_too():
     )
     with pytest.raises(Exception, match="state: expected shape"):
         step(tokens(), torch.zeros(5, 4, 8, 6))
+
+
+def test_a_traced_advance_clamps_tokens():
+    """A graph reads no values, as on a GPU without GATED_DELTA_CHECK; shapes are refused."""
+
+    rows = buffer()
+
+    def advance(lens, tokens):
+        rows.advance(lens, tokens)
+        return lens
+
+    compiled = torch.compile(advance, backend="eager", fullgraph=True)
+    for dtype in (torch.int32, torch.int64):
+        lens = torch.tensor([0, 2, 1, ~1], dtype=dtype)
+        compiled(lens, torch.tensor([-5, -(2**31), 2**31 - 1, -1]))
+        assert lens.tolist() == [0, 2, 0, ~1]
+        traced = make_fx(advance)(lens.clone(), torch.tensor([1, 1, 1, 1]))
+        assert traced(lens, torch.tensor([1, 0, 1, 1])).tolist() == [1, 2, 1, 0]
+    with pytest.raises(Exception, match=r"lens: expected shape \[N\]"):
+        compiled(torch.tensor([[1], [2]]), 1)

@@ -1026,16 +1026,29 @@ def test_bad_gates_norms_and_buffers(make_gate, error, text):
 
 @pytest.mark.parametrize("dtype", [i32, i64], ids=str)
 def test_advance_updates_lens_in_place(dtype):
-    """As decode does: lens of at most 3; rows that overflow, and negative ones, are empty."""
+    """As decode does: lens of at most 3; rows that overflow, and negative ones, are empty.
+
+    Without tokens a length stays as it is.
+    """
     rows, lens = buffer(t=3), ints(0, 2, 3, ~1, 9, torch.iinfo(dtype).max, dtype=dtype)
     rows.advance(lens)
     assert lens.tolist() == [1, 3, 0, 0, 0, 0]
     lens[-2:] = ints(~1, torch.iinfo(dtype).min, dtype=dtype)
     rows.advance(lens, ints(2, 0, 4, 3, 0, 1, dtype=i64))
-    assert lens.tolist() == [3, 3, 0, 3, 1, 0]
+    assert lens.tolist() == [3, 3, 0, 3, ~1, 0]
     assert lens.dtype == dtype
+    buffer(t=3, layers=2).advance(lens, 0)
+    assert lens.tolist() == [3, 3, 0, 3, ~1, 0]
     buffer(t=3, layers=2).advance(lens, 1)
-    assert lens.tolist() == [0, 0, 1, 0, 2, 1]
+    assert lens.tolist() == [0, 0, 1, 0, 0, 1]
+
+
+@torch.inference_mode()
+def inference(x):
+    return x.clone()
+
+
+FOUR = torch.arange(4)
 
 
 @pytest.mark.parametrize(
@@ -1048,14 +1061,46 @@ def test_advance_updates_lens_in_place(dtype):
         (ints(1, 2), 2**40, ValueError, "tokens: expected 0 to 16, got 1099"),
         (ints(1, 2), torch.ones(2), TypeError, "tokens: expected dtype torch.int32 or"),
         (ints(1, 2), ints(1), ValueError, r"tokens: .* shape \[N\] = \[2\], got \[1\]"),
+        (ints(1, 2), [1, 1], TypeError, "tokens: expected an int or an int tensor"),
+        *(
+            (ints(1, 2), ints(0, m, dtype=i64), ValueError, f"tokens: .* got {m} at sequence 1")
+            for m in (-5, -1, 17, 2**31 - 1, 2**63 - 1)
+        ),
+        (ints(1, 2).view(2, 1), 1, ValueError, r"lens: expected shape \[N\] = \[N\], got \[2, 1\]"),
+        (ints(1)[0], ints(1)[0], ValueError, r"lens: expected shape \[N\] = \[N\], got \[\]"),
+        (ints(1, 2).to("meta"), 1, ValueError, "lens: expected a tensor with data"),
+        (ints(1, 2), ints(1, 2).to("meta"), ValueError, "tokens: expected device cpu"),
+        (ints(1, 2).to_sparse(), 1, ValueError, "lens: expected a plain strided tensor"),
+        (ints(1, 2), ints(1, 2).to_sparse(), ValueError, "tokens: expected a plain strided"),
+        (ints(1).expand(2), 1, ValueError, "lens: expected memory of its own for every element"),
+        (FOUR[1:3], FOUR[2:], ValueError, "lens: expected memory apart from .* got some of tokens"),
+        (inference(ints(1, 2)), 1, ValueError, "lens: expected a tensor that may be written"),
     ],
     ids=str,
 )
 def test_advance_refuses_other_lens_and_tokens(lens, tokens, error, text):
-    before = list(lens)
+    readable = isinstance(lens, torch.Tensor) and lens.layout == torch.strided and not lens.is_meta
+    before = lens.tolist() if readable else None
     with pytest.raises(error, match=text):
         PARTS.advance(lens, tokens)
-    assert list(lens) == before
+    assert not readable or lens.tolist() == before
+
+
+def test_advance_takes_every_lens_that_may_be_written():
+    lens = ints(0, 9, 1, 9, dtype=i64)
+    PARTS.advance(lens[::2], ints(1, 1)[:, None].expand(2, 3)[:, 1])
+    assert lens.tolist() == [1, 9, 2, 9]
+    with torch.inference_mode():
+        PARTS.advance(made := ints(1, 2))
+    assert made.tolist() == [2, 3]
+    PARTS.advance(empty := ints(), ints())
+    assert empty.shape == (0,)
+
+
+def test_advance_needs_a_buffer_with_tokens():
+    flat = gd.KVBuffer(*[torch.zeros(3)] * 3)
+    with pytest.raises(ValueError, match=r"buffer.u: expected \[rows, T, HV, V\], or .* got \[3\]"):
+        flat.advance(ints(1))
 
 
 def test_buffer_shapes_and_layer_views():

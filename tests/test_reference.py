@@ -11,7 +11,22 @@ import torch
 import torch.nn.functional as F
 
 import gated_delta as gd
-from calls import HV, H, K, N, T, V, buffer, call, normed, pool, tokens, verified, writable
+from calls import (
+    HV,
+    H,
+    K,
+    N,
+    T,
+    V,
+    buffer,
+    call,
+    normed,
+    pool,
+    rollout,
+    tokens,
+    verified,
+    writable,
+)
 from gated_delta import reference
 from gated_delta.problem import Tokens
 from gated_delta.testing import quick_cases, run_case
@@ -695,6 +710,31 @@ def test_an_inactive_batch_of_nothing_but_padding():
     assert all(x.isnan().all() for x in vars(arguments["buffer"]).values())
 
 
+# ---------------------------------------------------------------------------- rollouts
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_rollout_is_replayed_bit_for_bit(dtype, axis):
+    """Sampled token by token; replayed in other batches and pieces, packed, padded and alone."""
+    lengths = dict(prompts=(5, 130, 64), answers=(19, 33, 2))
+    given = {
+        name: [tokens(1, t, axis=axis, seed=n + t) for n, t in enumerate(lengths[name])]
+        for name in lengths
+    }
+    sampled = torch.full((4, HV, V, K), math.nan, dtype=dtype)
+    o = rollout(**given, state=sampled, piece=lambda: 1, dense=True)
+    sizes = random.Random(0)
+    for order, dense in (((0, 1, 2), False), ((2, 1), False), ((1, 2, 0), True), ((1,), True)):
+        chosen = {name: [given[name][n] for n in order] for name in given}
+        piece = (lambda: 16) if dense else (lambda: sizes.randint(1, 16))
+        state = torch.full((4, HV, V, K), math.nan, dtype=dtype)
+        replayed = rollout(**chosen, state=state, piece=piece, dense=dense)
+        for x, n in zip(replayed, order, strict=True):
+            assert torch.equal(x, o[n])
+        if not dense or len(order) == 1:  # padding goes into the states
+            assert torch.equal(state[1 : len(order) + 1], sampled[[n + 1 for n in order]])
+
+
 # ---------------------------------------------------------------------------- decode with a buffer
 
 
@@ -815,7 +855,19 @@ def test_a_negative_length_leaves_an_empty_sequence_alone():
     assert torch.equal(state[0], pool()[0])
     assert not torch.equal(state[1], pool()[1])
     parts.advance(lens, torch.tensor([0, 1]))
-    assert lens.tolist() == [1, 0]
+    assert lens.tolist() == [~1, 0]
+
+
+def test_flush_folds_a_length_due_to_be_folded(axis):
+    """As m, of a path too: ~m tokens, past the row's end all of them; ~0 = -1 none."""
+    parts, lens = buffer(3, axis=axis), torch.tensor([2, 0, 99])
+    gd.verify(**tokens(3, axis=axis), state=pool(3), buffer=parts)
+    for path in (None, torch.arange(T).expand(3, T)):
+        folded, due = pool(3), pool(3)
+        gd.flush(folded, parts, lens, path=path)
+        gd.flush(due, parts, ~lens, path=path)
+        assert torch.equal(folded, due)
+        assert (folded != pool(3)).flatten(1).any(1).tolist() == [True, False, True]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -289,6 +289,12 @@ FAULTS = {
         lambda c: c.family == "typical",
         any,
     ),
+    "a length of ~m taken for 0": (
+        "flush",
+        changed(num_accepted=lambda m: m.clamp(min=0) if isinstance(m, torch.Tensor) else m),
+        lambda c: c.layout == "pool" and c.family == "typical",
+        any,
+    ),
     "only the first layer flushed": ("flush", first_layer, lambda c: c.layout == "layers", any),
     **{
         f"{op} on the null slot": (

@@ -33,6 +33,7 @@ from .problem import (
     Problem,
     UnsupportedProblem,
     refuse_grad,
+    traced,
     type_name,
 )
 
@@ -192,9 +193,9 @@ def decode(
     state of sequence n lacks the first buffer_lens[n] tokens (int32 or int64 [N], read on the
     device, at most C) of row buffer_indices[n] (row n when None; negative: inactive). If the
     call's tokens fit in the row behind them, they are appended and the state is only read;
-    otherwise, and where the length is ~m = -1 - m for m tokens, row and tokens go into the state,
-    and the row is not written. `buffer.advance` then updates buffer_lens; `flush` folds a row
-    between steps. Faster where a launch's states far exceed the L2
+    otherwise, and where the length is ~m = -1 - m (m tokens, due to be folded), row and tokens go
+    into the state, and the row is not written. `buffer.advance` then updates buffer_lens; `flush`
+    folds a row of either length between steps. Faster where a launch's states far exceed the L2
     cache, slower with few sequences. A 16-bit state is rounded only where tokens go into it. No two
     sequences may name one row or slot. Not with write_indices, num_accepted, intermediate_states,
     [N, W] state_indices or update_state=False.
@@ -289,7 +290,8 @@ def flush(
 
     state: [P, HV, V, K], or [L, P, HV, V, K] with an L-layer buffer: every layer in one call.
     num_accepted: an int32 or int64 tensor [N], read on the device, or an int from 0 on for all N;
-    clamped to between 0 and the number of buffered tokens. 0 leaves a state bit for bit as it was.
+    clamped to the number of buffered tokens. An entry of ~m = -1 - m means m tokens, as in
+    decode's buffer_lens, so -1 none. 0 leaves a state bit for bit as it was.
     path: [N, W] int32 or int64, for drafts that are trees: the accepted tokens of sequence n are
     tokens path[n, 0], path[n, 1], ... of its row, ascending; num_accepted, then at most W, counts
     them. Behind `buffer_lens` tokens of the row, 0, 1, ... come first, then the accepted drafts'
@@ -318,7 +320,7 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Route:
     """
     if not isinstance(op, str) or op not in ops.OPERATIONS:
         raise ValueError(f"op: expected one of {', '.join(ops.OPERATIONS)}, got {op!r}")
-    if _compiling():
+    if torch.compiler.is_dynamo_compiling():
         where = "call it outside torch.compile"
         torch._dynamo.graph_break(msg=f"gated_delta.explain returns no tensor: {where}")
     operation = ops.OPERATIONS[op]
@@ -397,29 +399,14 @@ def _counts(num_accepted: int | Tensor) -> tuple[Tensor | None, int | None]:
     return None, num_accepted
 
 
-PLAIN = (Tensor, torch.nn.Parameter)
-_compiling, _modes = torch.compiler.is_dynamo_compiling, torch._C._len_torch_dispatch_stack
-_jit_state, _profiler = torch._C._get_tracing_state, torch.autograd.profiler
+_profiler = torch.autograd.profiler
 
 
 def _runner(x: object) -> Callable[..., Any]:
-    """The function that runs a call with this first tensor: `_node` under a tracer, else `run`.
-
-    A tracer sees neither the kernels nor the values that the reference backend reads on the host.
-    """
-    if (
-        _compiling()
-        or (type(x) not in PLAIN and isinstance(x, Tensor))
-        or _modes() > 0  # make_fx and torch.export, among others
-        or _jit_state() is not None  # torch.jit.trace
-    ):
+    """The function that runs a call with this first tensor: `_node` under a tracer, else `run`."""
+    if traced(x):
         return _node
     return _profiled if _profiler._is_profiler_enabled else run
-
-
-def traced(x: object) -> bool:
-    """Whether a call with this first tensor becomes a node of a graph."""
-    return _runner(x) is _node
 
 
 def _profiled(op: Operation, *arguments: Any) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
@@ -36,6 +37,26 @@ LEAST_BOUND = -1e30
 ACTIVATIONS = ("silu", "sigmoid")
 TINY, HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 """Least and largest normal number of fp32, the kernels' type of scale and eps."""
+
+CHECK = os.environ.get("GATED_DELTA_CHECK") == "1"
+"""Check values on the device, such as indices and log decays; waits for the GPU."""
+
+PLAIN = (Tensor, torch.nn.Parameter)
+_compiling, _modes = torch.compiler.is_dynamo_compiling, torch._C._len_torch_dispatch_stack
+_jit_state = torch._C._get_tracing_state
+
+
+def traced(x: object) -> bool:
+    """Whether a call with this first tensor becomes a node of a graph.
+
+    A tracer sees neither the kernels nor the values that the reference backend reads on the host.
+    """
+    return (
+        _compiling()
+        or (type(x) not in PLAIN and isinstance(x, Tensor))
+        or _modes() > 0  # make_fx and torch.export, among others
+        or _jit_state() is not None  # torch.jit.trace
+    )
 
 
 class UnsupportedProblem(NotImplementedError):
@@ -236,23 +257,26 @@ class KVBuffer(_Tensors):
         """Update `decode`'s buffer_lens after a step of `tokens` tokens per sequence, in place.
 
         lens: [N], int32 or int64, read as by decode. tokens: an int from 0 to 16, or an int32 or
-        int64 tensor [N] for packed sequences. A row that the step folded is empty afterwards. Every
-        layer of a step reads the same lens, so call it once, after the last one. Raises TypeError
-        or ValueError naming the argument.
+        int64 tensor [N] for packed sequences, in memory apart from lens; on a CPU, and with
+        GATED_DELTA_CHECK=1, another number is a ValueError, otherwise it is clamped. A row that the
+        step folded is empty afterwards; without tokens a length stays as it is. Every layer of a
+        step reads the same lens, so call it once, after the last one. Raises TypeError or
+        ValueError naming the argument, before lens is written.
         """
-        _tensor("lens", lens, INDEX_DTYPES)
-        if isinstance(tokens, Tensor):
-            _tensor("tokens", tokens, INDEX_DTYPES)
-            if tokens.shape != lens.shape:
-                expected = f"an int or shape [N] = {list(lens.shape)}"
-                raise ValueError(f"tokens: expected {expected}, got {list(tokens.shape)}")
-        elif not 0 <= integer("tokens", tokens, "an int or an int tensor [N]") <= MAX_DRAFT:
-            raise ValueError(f"tokens: expected 0 to {MAX_DRAFT}, got {tokens}")
+        if self.u.ndim not in (4, 5):
+            expected = "expected [rows, T, HV, V], or [L, rows, T, HV, V]"
+            raise ValueError(f"buffer.u: {expected}, got {list(self.u.shape)}")
+        _check_advance(lens, tokens)
         C = self.u.shape[-3]
-        before = torch.maximum(lens, ~lens).clamp_(max=C)
-        after = before + tokens
-        folded = ((lens < 0) | (after > C)) & (after > before)
-        lens.copy_(after.masked_fill_(folded, 0))
+
+        def after(added: Any) -> Tensor:
+            return (lens + added).masked_fill_((lens < 0) | (lens > C - added), 0)
+
+        if isinstance(tokens, Tensor):
+            added = tokens.clamp(0, MAX_DRAFT)
+            lens.copy_(torch.where(added > 0, after(added), lens))
+        elif tokens:
+            lens.copy_(after(int(tokens)))
 
     @property
     def nbytes(self) -> int:
@@ -418,6 +442,31 @@ def number(name: str, x: object) -> float:
         return float(x)
     except OverflowError:
         return math.inf
+
+
+def _check_advance(lens: Tensor, tokens: int | Tensor) -> None:
+    """The checks of `KVBuffer.advance`; under a tracer of shapes and dtypes alone."""
+    given = {"lens": lens} | ({"tokens": tokens} if isinstance(tokens, Tensor) else {})
+    for name, x in given.items():
+        _tensor(name, x, INDEX_DTYPES)
+        if x.ndim != 1 or x.shape != lens.shape:
+            N = lens.shape[0] if lens.ndim == 1 else "N"
+            raise ValueError(f"{name}: expected shape [N] = [{N}], got {list(x.shape)}")
+    expected = f"tokens: expected 0 to {MAX_DRAFT}, got"
+    if "tokens" not in given:
+        one = integer("tokens", tokens, "an int or an int tensor [N]")
+        if not 0 <= one <= MAX_DRAFT:
+            raise ValueError(f"{expected} {one}")
+    if traced(lens):
+        return
+    check = Checker()
+    for name, x in given.items():
+        check.index(name, x)
+    check.writes("lens")
+    if isinstance(tokens, Tensor) and (CHECK or tokens.device.type == "cpu"):
+        for n, m in enumerate(tokens.tolist()):
+            if not 0 <= m <= MAX_DRAFT:
+                raise ValueError(f"{expected} {m} at sequence {n}")
 
 
 def _last_dim_contiguous(name: str, x: Tensor) -> None:

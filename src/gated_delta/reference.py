@@ -1078,7 +1078,7 @@ def flush_rows(
     _no_conflict(name, ((n, writes[n]) for n in active), ((n, reads[n]) for n in active))
     counts = num_accepted.tolist() if isinstance(num_accepted, Tensor) else [int(num_accepted)] * N
     most = C if path is None else min(C, path.shape[1])
-    counts = [min(max(count, 0), most) for count in counts]
+    counts = [min(max(count, ~count), most) for count in counts]
     for n in active:
         accepted = [] if path is None else path[n, : counts[n]].tolist()
         if any(a >= b for a, b in itertools.pairwise([-1, *accepted, C])):

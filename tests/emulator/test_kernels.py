@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import gated_delta as gd
+from calls import rollout
 from gated_delta.kernels.prefill.arguments import SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES
 from gated_delta.memory import extent
 from gated_delta.ops import prefill as host
@@ -164,6 +165,32 @@ def test_decode_with_a_buffer_has_the_bits_of_each_alone(T, axis, kernels):
         assert relative_error(x.double(), y) <= 3e-3
         assert torch.equal(x, torch.cat(parts))
     assert torch.equal(batch[1] == pool, want[1] == pool)
+
+
+@pytest.mark.parametrize("axis", FEW_HEADS)
+def test_a_rollout_is_replayed_bit_for_bit(axis, kernels):
+    """Sampled token by token in a batch; replayed in others and in pieces, padded or packed."""
+    rng = torch.Generator().manual_seed(2)
+
+    def tokens(T):
+        normal = lambda *shape: torch.randn(1, T, 1, *shape, generator=rng).bfloat16()
+        g = -normal(*[64] * (axis == "channel")).abs()
+        return {name: normal(64) for name in "qkv"} | dict(g=g, beta=normal().sigmoid())
+
+    prompts, answers = [tokens(66), tokens(3)], [tokens(3), tokens(5)]
+
+    def run(order, piece, **options):
+        state = torch.full((3, 1, 64, 64), torch.nan, dtype=torch.bfloat16)
+        given = [[x[n] for n in order] for x in (prompts, answers)]
+        return rollout(*given, state, lambda: piece, backend="cute", **options), state
+
+    with emulated(kernels):
+        o, state = run((0, 1), 1, dense=True)
+        padded, _ = run((1, 0), 16, dense=True)
+        (alone,), its_state = run((1,), 4)
+    for x, n in ((padded[1], 0), (padded[0], 1), (alone, 1)):
+        assert torch.equal(x, o[n])
+    assert torch.equal(its_state[1], state[2])
 
 
 @pytest.mark.parametrize("op", ["decode", "verify"])

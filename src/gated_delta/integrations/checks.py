@@ -7,8 +7,14 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..api import traced
-from ..problem import CHECKPOINT_INTERVAL, INDEX_DTYPES, Gate, UnsupportedProblem, check_written
+from ..problem import (
+    CHECKPOINT_INTERVAL,
+    INDEX_DTYPES,
+    Gate,
+    UnsupportedProblem,
+    check_written,
+    traced,
+)
 
 
 def tensor(name: str, x: object, dtypes: Sequence[torch.dtype] | None = None) -> Tensor:

@@ -299,9 +299,9 @@ def kda_flush_kvbuffer(
 ) -> Tensor:
     """Folds the first accept_len tokens of kda_decode_mtp_kvbuffer's buffers into the state.
 
-    In place. accept_len: an int from 1 to T; or [N], int32 or int64, on the pool's device, clamped
-    to 0 to T; 0 leaves a state as it was. Without initial_state_indices row n of the buffers is
-    folded into slot n: every row for an int, N rows for [N].
+    In place. accept_len: an int from 1 to T; or [N], int32 or int64, on the pool's device, read as
+    flush's num_accepted; 0 leaves a state as it was. Without initial_state_indices row n of the
+    buffers is folded into slot n: every row for an int, N rows for [N].
 
     Returns initial_state_source.
     """

@@ -138,8 +138,10 @@ class Flush:
             coord.n,
         )
         accepted_at = ptr.num_accepted + offset(coord.n, stride.num_accepted_n)
-        count = ptx.load_count(accepted_at, size.num_accepted_kind, size.num_accepted_all)
-        count = cutlass.max(cutlass.min(count, size.C), 0)
+        count = ptx.load_count(
+            accepted_at, size.num_accepted_kind, size.num_accepted_all, exact=True
+        )
+        count = cutlass.min(cutlass.max(count, -1 - count), size.C)  # ~m: m tokens, too
         active = (
             (read > size.null_index)
             & (write > size.null_index)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
@@ -23,10 +22,7 @@ from ..gpus import H200, Gpu
 from ..kernels.arguments import ABSENT as NO_KIND
 from ..kernels.arguments import BF16, FP16, FP32
 from ..memory import Addresses, Placement
-from ..problem import BUFFER, Gate, GatedNorm, KVBuffer, Problem, Tokens
-
-CHECK = os.environ.get("GATED_DELTA_CHECK") == "1"
-"""Check indices and log decays on the host before each launch; waits for the GPU."""
+from ..problem import BUFFER, CHECK, Gate, GatedNorm, KVBuffer, Problem, Tokens
 
 REDESCRIBE = object()
 """A launch returns it if it did nothing and the call must be described again."""

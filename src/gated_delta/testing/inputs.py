@@ -473,6 +473,8 @@ def _flush_states(
         states["buffer_indices"] = _index(rows, case, "buffer_indices", device)
     counted = case.uses("num_accepted")
     counts = [(case.seed + n) % (T + 2) for n in range(N)]  # from 0 to one past the end
+    if counted:  # a length of ~m means m tokens, too
+        counts = [~m if (n + case.seed) % 3 == 0 else m for n, m in enumerate(counts)]
     states["num_accepted"] = _index(counts, case, "num_accepted", device) if counted else counts[0]
     states["buffer"] = _buffer(case, N + 2, device, layers)
     call.verify_states = {

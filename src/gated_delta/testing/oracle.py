@@ -230,6 +230,7 @@ def _flush(call: Call, dtype: torch.dtype, plain: bool) -> dict[str, Expected]:
     counts, path = states["num_accepted"], states.get("path")
     for layer, n in ((layer, n) for layer in range(len(call.tokens)) for n in range(N)):
         m = int(counts[n]) if isinstance(counts, Tensor) else counts
+        m = m if m >= 0 else -1 - m
         if min(reads[n], writes[n]) <= call.case.null_index or (m == 0 and reads[n] == writes[n]):
             continue
         state = (states["state"][layer] if layered else states["state"])[reads[n]].to(dtype)
