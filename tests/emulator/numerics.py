@@ -34,7 +34,8 @@ def to_odd(a, b, total):
 def fma(a, b, c):
     product = a.astype(F8) * b
     total = product + c
-    if a.dtype == F4 and not (total.view(I8) & BELOW_A_MIDPOINT).all():
+    # Faster than all().
+    if a.dtype == F4 and not np.logical_and.reduce(total.view(I8) & BELOW_A_MIDPOINT):
         total = to_odd(product, c.astype(F8), total)
     return total.astype(a.dtype)
 
