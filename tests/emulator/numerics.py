@@ -7,7 +7,7 @@ close enough to the tensor cores for tolerances of fp16 operands.
 import numpy as np
 
 U1, U2, U4, U8 = np.uint8, np.uint16, np.uint32, np.uint64
-I2, I4, I8 = np.int16, np.int32, np.int64
+I1, I2, I4, I8 = np.int8, np.int16, np.int32, np.int64
 F2, F4, F8 = np.float16, np.float32, np.float64
 LANES = np.arange(32)
 ROW, PAIR = LANES // 4, LANES % 4
@@ -16,22 +16,77 @@ ROW, PAIR = LANES // 4, LANES % 4
 # ----------------------------------------------------------------------------------- floating point
 
 
+def to_odd(a, b, total):
+    """a + b in fp64 from its rounded total: an inexact sum gets an odd last bit.
+
+    Rounding such a sum to fewer bits, in any direction, is rounding the exact one.
+    """
+    part = total - a
+    error = (a - (total - part)) + (b - part)
+    inexact = np.isfinite(total) & (error != 0)
+    if not inexact.any():
+        return total
+    bits = total.view(I8)
+    step = np.where((error > 0) == (total > 0), I8(1), I8(-1))
+    return np.where(inexact & (bits & I8(1) == 0), bits + step, bits).view(F8)
+
+
 def fma(a, b, c):
-    return (a.astype(F8) * b + c).astype(a.dtype)
+    product = a.astype(F8) * b
+    total = product + c
+    # Faster than all().
+    if a.dtype == F4 and not np.logical_and.reduce(total.view(I8) & BELOW_A_MIDPOINT):
+        total = to_odd(product, c.astype(F8), total)
+    return total.astype(a.dtype)
+
+
+BELOW_A_MIDPOINT = I8(2**28 - 1)
+"""The bits of an fp64 number that are 0 half-way between two of fp32."""
+
+
+def fma_bf16(a, b, c):
+    """Of bf16 in fp32, whose last bits keep the sum on its side of a midpoint."""
+    product, c = a.astype(F8) * b, c.astype(F8)
+    total = to_odd(product, c, product + c)
+    near = total.astype(F4)
+    inexact = np.isfinite(near) & (near != total) & (near.view(U4) & U4(1) == 0)
+    return np.where(
+        inexact, np.nextafter(near, np.where(total > near, F4(np.inf), F4(-np.inf))), near
+    )
 
 
 def fma_rm(a, b, c):
-    """Rounded down."""
-    exact = a.astype(F8) * b + c
+    """Rounded down; a sum of 0 by terms of opposite signs is -0."""
+    product, c = a.astype(F8) * b, c.astype(F8)
+    total = product + c
+    exact = to_odd(product, c, total)
     near = exact.astype(F4)
-    return np.where(near > exact, np.nextafter(near, F4(-np.inf)), near)
+    near = np.where(near > exact, np.nextafter(near, F4(-np.inf)), near)
+    return np.where((total == 0) & (np.signbit(product) | np.signbit(c)), F4(-0.0), near)
 
 
 def add_rz(a, b):
     """Rounded towards zero."""
-    exact = a.astype(F8) + b
+    a, b = a.astype(F8), b.astype(F8)
+    exact = to_odd(a, b, a + b)
     near = exact.astype(F4)
     return np.where(np.abs(near.astype(F8)) > np.abs(exact), np.nextafter(near, F4(0)), near)
+
+
+def maximum(a, b, of_numbers=np.fmax):
+    """+0 is larger than -0, whatever the CPU's instructions hold."""
+    if a.dtype.kind != "f":
+        return np.maximum(a, b)
+    larger = of_numbers(a, b)
+    return larger if larger.all() else np.where((a == 0) & (b == 0), a + b, larger)
+
+
+def minimum(a, b, of_numbers=np.fmax):
+    return -maximum(-a, -b, of_numbers) if a.dtype.kind == "f" else np.minimum(a, b)
+
+
+def inverse_root(x):
+    return 1 / np.sqrt(x)
 
 
 def flushed(x):
@@ -43,7 +98,7 @@ def approximate(function, x):
 
 
 def saturated(x):
-    return np.where(np.isnan(x), F4(0), np.clip(x, F4(0), F4(1)))
+    return np.where(x > 0, np.fmin(x, F4(1)), F4(0))
 
 
 def bf16_bits(x):
@@ -98,7 +153,8 @@ def shift_right(x, count):
 
 def divide(a, b):
     """Towards zero."""
-    return np.trunc(a.astype(F8) / b).astype(a.dtype)
+    quotient = a // b
+    return quotient + ((quotient < 0) & (quotient * b != a)).astype(a.dtype)
 
 
 def remainder(a, b):
@@ -106,8 +162,8 @@ def remainder(a, b):
 
 
 def multiply_high(a, b):
-    wide = I8 if a.dtype.kind == "i" else U8
-    return (a.astype(wide) * b.astype(wide) >> wide(32)).astype(a.dtype)
+    """In Python's integers: there are none of 128 bits in NumPy."""
+    return (a.astype(object) * b >> 8 * a.itemsize).astype(a.dtype)
 
 
 def count_ones(x):
@@ -125,7 +181,7 @@ def permute(a, b, selector):
     for i in range(4):
         choice = selector >> U4(4 * i) & U4(15)
         byte = pool[LANES, choice & U4(7)].astype(U4)
-        result |= np.where(choice & U4(8), byte >> U4(7) * U4(255), byte) << U4(8 * i)
+        result |= np.where(choice & U4(8), (byte >> U4(7)) * U4(255), byte) << U4(8 * i)
     return result
 
 

@@ -2,7 +2,7 @@
 
 A function `block(warp, r, mask)` takes the warp's registers r, arrays of 32 lanes, and a mask of
 active lanes, None for all. It returns the next block. All but arithmetic is a method of
-machine.Warp. Instructions that no kernel of ours has are missing.
+machine.Warp. Instructions that no kernel of ours has are missing: test_instructions.py.
 """
 
 import re
@@ -44,42 +44,81 @@ COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": "
 UNORDERED = {"leu": ">", "ltu": ">=", "geu": "<", "gtu": "<=", "neu": "=="}
 """Comparisons that are true for NaN, each by its opposite."""
 
+SIGNED, UNSIGNED = "s16 s32 s64", "u16 u32 u64"
+INTEGERS, BITS = f"{SIGNED} {UNSIGNED}", "b16 b32 b64"
+HALVES, FLOATS = "f16x2 bf16x2", "f32 f16x2 bf16x2"
+
 ARITHMETIC = {
-    "add": "{0} + {1}",
-    "sub": "{0} - {1}",
-    "mul": "{0} * {1}",
-    "mul.lo": "{0} * {1}",
-    "mul.hi": "multiply_high({0}, {1})",
-    "mad.lo": "{0} * {1} + {2}",
-    "div": "divide({0}, {1})",
-    "rem": "remainder({0}, {1})",
-    "and": "{0} & {1}",
-    "or": "{0} | {1}",
-    "xor": "{0} ^ {1}",
-    "not": "~{0}",
-    "popc": "count_ones({0})",
-    "bfind": "highest_bit({0})",
-    "prmt": "permute({0}, {1}, {2})",
-    "neg": "-{0}",
-    "abs": "np.abs({0})",
-    "max": "np.fmax({0}, {1})",
-    "min": "np.fmin({0}, {1})",
-    "max.NaN": "np.maximum({0}, {1})",
-    "min.NaN": "np.minimum({0}, {1})",
-    "min.relu": "np.maximum(np.fmin({0}, {1}), I4(0))",
-    "max.xorsign.abs": "max_xorsign_abs({0}, {1})",
-    "mul.rn": "{0} * {1}",
-    "add.rn": "{0} + {1}",
-    "sub.rn": "{0} - {1}",
-    "add.rz": "add_rz({0}, {1})",
-    "fma.rn": "fma({0}, {1}, {2})",
-    "fma.rm": "fma_rm({0}, {1}, {2})",
-    "ex2.approx.ftz": "approximate(np.exp2, {0})",
-    "lg2.approx.ftz": "approximate(np.log2, {0})",
-    "rcp.approx.ftz": "approximate(np.reciprocal, {0})",
-    "rsqrt.approx": "({0}.astype(F8) ** -0.5).astype(F4)",
-    "rsqrt.approx.ftz": "approximate(lambda x: x**-0.5, {0})",
+    "add": ("{0} + {1}", f"{INTEGERS} f32"),
+    "sub": ("{0} - {1}", f"{INTEGERS} f32"),
+    "mul": ("{0} * {1}", "f32"),
+    "mul.lo": ("{0} * {1}", INTEGERS),
+    "mul.hi": ("multiply_high({0}, {1})", INTEGERS),
+    "mad.lo": ("{0} * {1} + {2}", INTEGERS),
+    "div": ("divide({0}, {1})", INTEGERS),
+    "rem": ("remainder({0}, {1})", INTEGERS),
+    "and": ("{0} & {1}", f"pred {BITS}"),
+    "or": ("{0} | {1}", f"pred {BITS}"),
+    "xor": ("{0} ^ {1}", f"pred {BITS}"),
+    "not": ("~{0}", f"pred {BITS}"),
+    "popc": ("count_ones({0})", "b32"),
+    "bfind": ("highest_bit({0})", "u32"),
+    "prmt": ("permute({0}, {1}, {2})", "b32"),
+    "neg": ("-{0}", f"{SIGNED} f16 {FLOATS}"),
+    "abs": ("np.abs({0})", f"{SIGNED} f16 {FLOATS}"),
+    "max": ("maximum({0}, {1})", f"{INTEGERS} {FLOATS}"),
+    "min": ("minimum({0}, {1})", f"{INTEGERS} {FLOATS}"),
+    "max.NaN": ("maximum({0}, {1}, np.maximum)", FLOATS),
+    "min.NaN": ("minimum({0}, {1}, np.maximum)", FLOATS),
+    "min.relu": ("np.maximum(np.minimum({0}, {1}), I4(0))", "s32"),
+    "max.xorsign.abs": ("max_xorsign_abs({0}, {1})", HALVES),
+    "mul.rn": ("{0} * {1}", FLOATS),
+    "add.rn": ("{0} + {1}", FLOATS),
+    "sub.rn": ("{0} - {1}", FLOATS),
+    "add.rz": ("add_rz({0}, {1})", "f32"),
+    "fma.rn": ("fma({0}, {1}, {2})", FLOATS),
+    "fma.rn.bf16x2": ("fma_bf16({0}, {1}, {2})", ""),
+    "fma.rm": ("fma_rm({0}, {1}, {2})", "f32"),
+    "ex2.approx.ftz": ("approximate(np.exp2, {0})", "f32"),
+    "lg2.approx.ftz": ("approximate(np.log2, {0})", "f32"),
+    "rcp.approx.ftz": ("approximate(np.reciprocal, {0})", "f32"),
+    "rsqrt.approx": ("inverse_root({0}.astype(F8)).astype(F4)", "f32"),
+    "rsqrt.approx.ftz": ("approximate(inverse_root, {0})", "f32"),
 }
+"""By an instruction's name, whole or without its last type: the code, and the types."""
+
+SHUFFLES = ("up", "down", "bfly", "idx")
+ORDERED = f"{INTEGERS} f16 f32"
+KINDS = {stem: kinds.split() for stem, (_, kinds) in ARITHMETIC.items()} | {
+    stem: kinds.split()
+    for stem, kinds in (
+        ("shl", BITS),
+        ("shr", f"{BITS} {INTEGERS}"),
+        ("mul.wide", "s16 u16 s32 u32"),
+        ("mov", f"pred {BITS} {INTEGERS} f32"),
+        ("selp", f"{BITS} {INTEGERS} f32"),
+        *((f"setp.{how}", f"{BITS} {ORDERED}") for how in ("eq", "ne")),
+        *((f"setp.{how}", ORDERED) for how in ("lt", "le", "gt", "ge")),
+        *((f"setp.{how}", "f16 f32") for how in ("nan", *UNORDERED)),
+        *((f"setp.{how}.ftz", "f32") for how in ("nan", *COMPARISONS, *UNORDERED)),
+        *((f"cvt.{to}", f"s8 u8 {INTEGERS}") for to in ("s8", "u8", *INTEGERS.split())),
+        *((f"cvt.rn.{to}", "f32") for to in ("f16", "bf16", *HALVES.split())),
+        ("cvt.rn.satfinite.f16x2", "f32"),
+        ("cvt.sat.f32", "f32"),
+        ("cvt.f32", "f16 bf16"),
+        ("cvt.rn.f32", INTEGERS),
+        ("cvta.param", "u64"),
+        *((f"shfl.sync.{how}", "b32") for how in SHUFFLES),
+        *((f"redux.sync.{how}", "s32 u32") for how in ("add", "max")),
+        *((f"vote.sync.{how}", "pred") for how in ("any", "all")),
+        ("vote.sync.ballot", "b32"),
+        ("movmatrix.sync.aligned.m8n8.trans", "b16"),
+        ("atom.global.add", "u32"),
+        *((f"red.{order}.gpu.global.add", "u32") for order in ("relaxed", "release")),
+    )
+}
+"""The types of each instruction with one, those of memory and of tensor cores aside."""
+OPCODES = {stem.partition(".")[0] for stem in KINDS}
 
 
 class Instruction(NamedTuple):
@@ -248,6 +287,8 @@ class Translator:
         if kind == "bf16":
             code = f"bf16_bits({code}).astype(U2)"
         elif kind != "pred":
+            if kind[0] == "s" and WIDTHS[kind] < width:
+                kind, code = f"s{8 * width}", f"({code}).astype(I{width})"
             code = f"({code}).view(U{WIDTHS[kind]})" if kind[0] in "sf" else code
             code = code if WIDTHS[kind] == width else f"({code}).astype(U{width})"
         self.emit(
@@ -284,12 +325,14 @@ class Translator:
         if op.startswith(NO_EFFECT):
             return
         stem = ".".join(parts[:-1])
+        if parts[0] in OPCODES and parts[-1] not in KINDS.get(stem, ()):
+            raise NotImplementedError(f"{op} {', '.join(operands)}")
         for name in (f"{parts[0]}_{parts[1]}" if len(parts) > 1 else parts[0], parts[0]):
             if method := getattr(self, f"do_{name.replace('::', '_')}", None):
                 return method(op, parts, operands)
         if stem not in ARITHMETIC:
             raise NotImplementedError(f"{op} {', '.join(operands)}")
-        kind, code = parts[-1], ARITHMETIC[stem]
+        kind, (code, _) = parts[-1], ARITHMETIC.get(op) or ARITHMETIC[stem]
         if kind == "f16x2":
             values = [self.read(x, "b32") + ".view(F2)" for x in operands[1:]]
             return self.assign(operands[0], f"({code.format(*values)}).view(U4)", "b32")
@@ -349,7 +392,8 @@ class Translator:
 
     def do_setp(self, op: str, parts: list[str], operands: list[str]) -> None:
         how, kind = parts[1], parts[-1]
-        a, b = (self.read(x, kind) for x in operands[1:])
+        flush = "flushed({})" if "ftz" in parts else "{}"
+        a, b = (flush.format(self.read(x, kind)) for x in operands[1:])
         if how == "nan":
             code = f"np.isnan({a}) | np.isnan({b})"
         elif how in UNORDERED:
@@ -369,20 +413,10 @@ class Translator:
             )
             high, low = (f"{bits}({self.read(x, 'f32')}{finite})" for x in operands[1:])
             return self.assign(operands[0], f"{low} | {high} << U4(16)", "b32")
-        bytes_ = {"s8": "np.int8", "u8": "np.uint8"}
-        if source in bytes_:  # the low byte of a wider register
-            value = f"{self.read(operands[1], 'b32')}.astype({bytes_[source]})"
-        else:
-            value = self.read(operands[1], source)
-        if to in ("f16", "bf16") and source == "f32":
+        value = self.read(operands[1], source)
+        if to in ("f16", "bf16"):
             bits = "fp16_bits" if to == "f16" else "bf16_bits"
             return self.assign(operands[0], f"{bits}({value}).astype(U2)", "b16")
-        if source == "f32" and to[0] in "su":
-            raise NotImplementedError(op)
-        if to in bytes_:  # extended to a wider register, with the sign of an s8
-            wide = self.program.widths[self.program.registers[operands[0]]]
-            signed = f"{value}.astype({bytes_[to]}).astype(I{wide})"
-            return self.assign(operands[0], signed, f"s{8 * wide}")
         if "sat" in parts:
             value = f"saturated({value})"
         self.assign(operands[0], f"{value}.astype({DTYPES[to[0]]}{WIDTHS[to]})", to)
@@ -390,6 +424,7 @@ class Translator:
     # memory
 
     def do_ld(self, op: str, parts: list[str], operands: list[str]) -> None:
+        assert parts[-1] not in ("s8", "s16"), op  # would extend the sign
         kind, to = f"b{8 * WIDTHS[parts[-1]]}", operands[0]
         width = WIDTHS[kind]
         if parts[1] == "param":
@@ -413,7 +448,6 @@ class Translator:
         self.emit(f"warp.store_{space}({stored}, {self.mask}, {self.at})")
 
     def do_atom(self, op: str, parts: list[str], operands: list[str]) -> None:
-        assert "add" in parts, op
         address, value = self.address(operands[-2]), self.read(operands[-1], "u32")
         self.emit(f"got = warp.atomic_add({address}, {value}, {self.mask}, {self.at})")
         if parts[0] == "atom":

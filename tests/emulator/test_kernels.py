@@ -355,17 +355,6 @@ def test_packed_sequences_of_whole_chunks_fill_the_workspace(axis, path, kernels
     compare(call(axis, 192, (0, 128, 0, 64, 0), heads=(1, 1)), kernels)
 
 
-@pytest.mark.parametrize("axis", FEW_HEADS)
-@pytest.mark.parametrize("path", ["tiles"], indirect=True)
-def test_every_sequence_has_a_rank_where_no_token_is_packed(axis, path, kernels):
-    """With one head, prepare has as many CTAs as chunks; each ranks a sequence."""
-    one = call(axis, 0, [0] * 70, heads=(1, 1))
-    start = torch.randn(70, 1, 128, 128, generator=torch.Generator().manual_seed(0))
-    with emulated(kernels):
-        _, final = gd.prefill(**one, initial_state=start, backend="cute")
-    assert torch.equal(final, start)
-
-
 @pytest.mark.parametrize(
     ("path", "HV", "ctas"), [("tiles", 4, (1, 2, 4)), ("tiles", 6, (1, 2)), (4, 2, (1, 2))]
 )

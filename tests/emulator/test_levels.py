@@ -4,6 +4,7 @@ sm_80 and sm_86 lack PDL and bulk copies, sm_90 and sm_120 wgmma alone. sm_86 an
 memory for one stage of prefill's kernels, sm_80 and sm_90 for two.
 """
 
+import contextlib
 from unittest import mock
 
 import pytest
@@ -55,6 +56,28 @@ def test_decode_with_a_buffer_passes_at_other_levels(level, kernels):
     """Of up to 16 tokens a call: its CTAs are smaller in 99 KiB."""
     wanted = dict(axis=("channel",), D=(128,), layout=("packed_buffer",), norm=(None,))
     judge(*sample("decode", 1, **wanted), kernels, FORCED[level])
+
+
+@pytest.mark.parametrize("op", ["decode", "verify"])
+@pytest.mark.parametrize("V", [96, 192])
+def test_a_norm_of_several_tokens_of_any_head_dim(V, op, kernels):
+    """Of V that is no power of two: rows and tokens of a thread follow from divisions."""
+    rng = torch.Generator().manual_seed(V)
+    normal = lambda *row: torch.randn(2, 3, *row, generator=rng).bfloat16()
+    one = dict(q=normal(1, 32), k=normal(1, 32), v=normal(2, V), z=normal(2, V))
+    one |= dict(g=-normal(2).abs(), beta=normal(2).abs(), gate=gd.Gate.log())
+    one |= dict(norm=gd.GatedNorm(1 + torch.rand(V, generator=rng)))
+    start, results = torch.randn(2, 2, V, 32, generator=rng), []
+    for gpu in (None, FORCED["sm_80"], FORCED["sm_86"]):
+        state, buffer = start.clone(), gd.KVBuffer.empty(2, 3, 1, 2, 32, V)
+        call = one | dict(state=state, backend="reference" if gpu is None else "cute")
+        call |= dict(buffer=buffer) if op == "verify" else {}
+        with contextlib.nullcontext() if gpu is None else emulated(kernels, gpu=gpu):
+            o = getattr(gd, op)(**call)
+        results.append((o, state, buffer.u) if op == "verify" else (o, state))
+    for got in results[1:]:
+        for x, y in zip(got, results[0], strict=True):
+            assert relative_error(x.double(), y) <= 3e-3
 
 
 @pytest.mark.parametrize(("level", "case"), [*zip(FORCED, PREFILLS)], ids=str)
