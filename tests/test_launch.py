@@ -911,7 +911,7 @@ STAGES = {"sm_80": 2, "sm_90": 2, "sm_86": 1, "sm_120": 1}
 @pytest.mark.parametrize("level", FORCED)
 @pytest.mark.parametrize("options", [(), ("checkpoints",), ("deterministic",)], ids=str)
 def test_levels_prefill_by_tiles_and_segments_alone(axis, options, level):
-    """Their kernels have as many stages as the shared memory holds."""
+    """Their kernels have as many stages as the shared memory holds: transitions one more."""
     problem = prompt_problem(axis=axis, options=frozenset(options))
     split = ["prepare", "scan"]
     names = split if "deterministic" in options else [*split, *split, "transitions"]
@@ -921,7 +921,8 @@ def test_levels_prefill_by_tiles_and_segments_alone(axis, options, level):
     assert sorted(kernels) == sorted(names)
     for variant in variants:
         prepares = variant.kernel == "prefill_prepare"
-        assert dict(variant.facts).get("stages") == (None if prepares else STAGES[level])
+        stages = STAGES[level] + (variant.kernel == "prefill_transitions")
+        assert dict(variant.facts).get("stages") == (None if prepares else stages)
     assert not any("stages" in dict(x.facts) for x in dispatch.variants_of(problem))
 
 

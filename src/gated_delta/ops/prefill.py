@@ -302,8 +302,10 @@ def variants_of(problem: Problem, kind: str, queued: bool, gpu: Gpu) -> list[com
         count = scan_stages(gpu)
         stages = {} if count is None else dict(stages=count)
         if kind == "segments":
+            # Without q and Aqk a stage is small enough for one more.
+            more = {} if count is None else dict(stages=count + 1)
             passing = dict(V=problem.V) | stages
-            variants += [("transitions", scan | stages), ("state_passing", passing)]
+            variants += [("transitions", scan | more), ("state_passing", passing)]
         variants.append(("scan", scan | windows | checkpoints | stages))
     return [compile.Variant(f"prefill_{name}", tuple(facts.items())) for name, facts in variants]
 

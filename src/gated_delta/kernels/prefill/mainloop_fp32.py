@@ -25,9 +25,9 @@ SCALES = (
 
 
 class MainloopFp32:
-    """stages: TileStages or SplitStages.
+    """stages: TileStages, without outputs for transitions, or SplitStages.
 
-    has_outputs: False for transitions. deterministic: whether a chunk's bits follow from its state
+    deterministic: whether a chunk's bits follow from its state
     and tokens alone. checkpoints: whether states are stored between chunks. recomputes:
     compute addresses of the final state anew, which spares registers.
     """
@@ -38,7 +38,6 @@ class MainloopFp32:
         K,
         dtype,
         state_dtype,
-        has_outputs=True,
         deterministic=False,
         checkpoints=False,
         recomputes=False,
@@ -49,7 +48,7 @@ class MainloopFp32:
         # left to wait for.
         self.epilogue_first = stages.rows > state.WARPGROUP_ROWS or not self.products.asynchronous
         self.states = state.States(state_dtype, K)
-        self.has_outputs, self.deterministic = has_outputs, deterministic
+        self.has_outputs, self.deterministic = stages.has_outputs, deterministic
         self.checkpoints = checkpoints
         self.recomputes = recomputes
 
