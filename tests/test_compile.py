@@ -233,6 +233,17 @@ def test_a_stage_of_transitions_has_no_operands_of_outputs(set_level, level, squ
         assert expected <= sizes[1] - sizes[0] < expected + 1024
 
 
+@needs_compiler
+def test_stages_of_fused_are_even(set_level, monkeypatch):
+    """A chunk's stage of terms is its tokens' modulo 2."""
+    from gated_delta.kernels.prefill import fused
+
+    set_level("sm_90a")
+    monkeypatch.setattr(fused, "STAGES", 3)
+    with pytest.raises(AssertionError, match="modulo 2, of 3"):
+        fused.PrefillFused("bf16", "softplus", True, "fp32", False)
+
+
 def last_of(arch, kernel, fact=""):
     return [x for x in dispatch.shipped(arch) if x.kernel == kernel and fact in x.label][-1]
 

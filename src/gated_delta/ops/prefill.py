@@ -14,6 +14,7 @@ from ..call_cache import CallCache
 from ..gpus import H200, KIB, Gpu
 from ..kernels.prefill.arguments import (
     CHUNK,
+    MAX_TRANSITIONS,
     PrefillPointers,
     PrefillSizes,
     PrefillStrides,
@@ -343,6 +344,7 @@ class PrefillLaunch(TokensLaunch):
         # At least N: prepare, where it ranks the sequences, has a CTA for each.
         chunk_slots = max(-(-total // CHUNK) + N - 1 if packed else N * -(-T // CHUNK), N, 1)
         kind, segments, _ = plan.schedule
+        assert segments - 1 <= MAX_TRANSITIONS, f"state passing: {segments} segments"
         raw = kind in ("raw", "raw overlapped")
         rows = 128 if raw or kind == "fused" else 64
         queued = raw or (kind == "fused" and N * HV > sms)  # noqa: SIM300
@@ -370,6 +372,8 @@ class PrefillLaunch(TokensLaunch):
         )
         self.strides = self.strides_of(PrefillStrides, problem, a, **others)
         heads = 1 if channel else prepare_heads(H, HV, chunk_slots, kind, sms)
+        whole = channel or kind != "overlapped" or heads == HV // H
+        assert whole, f"overlapped: {heads} of {HV // H} value heads of a q/k head in an item"
         self.sizes = ready(
             PrefillSizes(
                 **token_sizes(PrefillSizes, a),

@@ -27,9 +27,9 @@ SCALES = (
 class MainloopFp32:
     """stages: TileStages, without outputs for transitions, or SplitStages.
 
-    deterministic: whether a chunk's bits follow from its state
-    and tokens alone. checkpoints: whether states are stored between chunks. recomputes:
-    compute addresses of the final state anew, which spares registers.
+    deterministic: whether a chunk's bits follow from its state and tokens alone. checkpoints:
+    whether states are stored between chunks. recomputes: compute addresses of the final state anew,
+    which spares registers.
     """
 
     def __init__(

@@ -44,9 +44,7 @@ LOAD_REGISTERS, MMA_REGISTERS = 40, 232
 class PrefillTransitions(PrefillKernel):
     checkpoints = False
 
-    def __init__(
-        self, axis: str, K: int, V: int, dtype: str, state_dtype: str, stages: int = 3
-    ):
+    def __init__(self, axis: str, K: int, V: int, dtype: str, state_dtype: str, stages: int = 3):
         # mma.sync has no registers for a second MMA warpgroup.
         self.rows = V if levels.current().wgmma else WARPGROUP_ROWS
         self.mma_groups, self.b_tiles = self.rows // WARPGROUP_ROWS, V // self.rows
