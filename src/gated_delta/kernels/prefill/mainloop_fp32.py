@@ -44,9 +44,8 @@ class MainloopFp32:
     ):
         self.stages, self.channel, self.dtype = stages, stages.channel, dtype
         self.products = (Wgmma if levels.current().wgmma else MmaSync)(stages)
-        # In front of the next rescale: another warpgroup keeps the tensor cores busy, or nothing is
-        # left to wait for.
-        self.epilogue_first = stages.rows > state.WARPGROUP_ROWS or not self.products.asynchronous
+        # In front of the next chunk's values: by mma.sync the update is complete already.
+        self.epilogue_first = not self.products.asynchronous
         self.states = state.States(state_dtype, K)
         self.has_outputs, self.deterministic = stages.has_outputs, deterministic
         self.checkpoints = checkpoints
