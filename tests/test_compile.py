@@ -21,6 +21,7 @@ import torch
 from gated_delta import UnsupportedProblem, compile, dispatch
 from gated_delta.gpus import ARCHS, GPUS, H200, has_ptx
 from gated_delta.kernels import arguments
+from gated_delta.kernels.prefill.arguments import CHUNK
 from gated_delta.ops.verify import shared_bytes
 from gated_delta.problem import Problem
 from gpu import needs_compiler
@@ -214,6 +215,33 @@ def test_three_ctas_of_prepare_fit_on_an_sm(set_level):
         facts = dict(variant.facts)
         ctas = 2 if facts["axis"] == "channel" and facts["g_dtype"] == "fp32" else 3
         assert PrefillPrepare(**facts).terms.shared + 1024 <= 228 * 1024 // ctas
+
+
+@needs_compiler
+@pytest.mark.parametrize(("level", "square"), [("sm_90a", 8), ("sm_80", 5)])
+def test_a_stage_of_transitions_has_no_operands_of_outputs(set_level, level, square):
+    """KiB of a stage: k (KDA: and k_restored), Tinv, values, scales."""
+    from gated_delta.kernels.prefill.transitions import PrefillTransitions
+
+    set_level(level)
+    for axis, tiles in (("head", 1), ("channel", 2)):
+        sizes = [
+            PrefillTransitions(axis, 128, 128, "bf16", "fp32", stages).shared for stages in (2, 3)
+        ]
+        values = CHUNK * (256 + 16) if square == 8 else CHUNK * (128 + 16)
+        expected = (16 * tiles + square + 1) * 1024 + values
+        assert expected <= sizes[1] - sizes[0] < expected + 1024
+
+
+@needs_compiler
+def test_stages_of_fused_are_even(set_level, monkeypatch):
+    """A chunk's stage of terms is its tokens' modulo 2."""
+    from gated_delta.kernels.prefill import fused
+
+    set_level("sm_90a")
+    monkeypatch.setattr(fused, "STAGES", 3)
+    with pytest.raises(AssertionError, match="modulo 2, of 3"):
+        fused.PrefillFused("bf16", "softplus", True, "fp32", False)
 
 
 def last_of(arch, kernel, fact=""):

@@ -764,6 +764,20 @@ def test_a_schedule_has_its_kernels_and_regions(launches, axis, path, kernels, r
         assert dict(variant.facts).get("windows", segments > 1) == (segments > 1)
 
 
+def test_state_passing_has_a_thread_for_each_transition(launches):
+    """512 and a last segment without one."""
+    with prefill_path(513, sms=132):
+        run("prefill", **prompts((1, 640)))
+    with prefill_path(514, sms=132), pytest.raises(AssertionError, match="514 segments"):
+        run("prefill", **prompts((1, 640)))
+
+
+def test_an_item_of_overlapped_has_whole_qk_heads(launches, monkeypatch):
+    monkeypatch.setattr(on_host, "prepare_heads", lambda *_: 1)
+    with prefill_path("overlapped"), pytest.raises(AssertionError, match="1 of 2 value heads"):
+        run("prefill", **prompts((1, 640)))
+
+
 def test_segments_of_64_channels_have_no_windows(launches):
     call = prompts((1, 640))
     call |= {name: call[name][..., :64].contiguous() for name in "qk"}
@@ -951,7 +965,7 @@ STAGES = {"sm_80": 2, "sm_90": 2, "sm_86": 1, "sm_120": 1}
 @pytest.mark.parametrize("level", FORCED)
 @pytest.mark.parametrize("options", [(), ("checkpoints",), ("deterministic",)], ids=str)
 def test_levels_prefill_by_tiles_and_segments_alone(axis, options, level):
-    """Their kernels have as many stages as the shared memory holds."""
+    """Their kernels have as many stages as the shared memory holds: transitions one more."""
     problem = prompt_problem(axis=axis, options=frozenset(options))
     split = ["prepare", "scan"]
     names = split if "deterministic" in options else [*split, *split, "transitions"]
@@ -961,7 +975,8 @@ def test_levels_prefill_by_tiles_and_segments_alone(axis, options, level):
     assert sorted(kernels) == sorted(names)
     for variant in variants:
         prepares = variant.kernel == "prefill_prepare"
-        assert dict(variant.facts).get("stages") == (None if prepares else STAGES[level])
+        stages = STAGES[level] + (variant.kernel == "prefill_transitions")
+        assert dict(variant.facts).get("stages") == (None if prepares else stages)
     assert not any("stages" in dict(x.facts) for x in dispatch.variants_of(problem))
 
 

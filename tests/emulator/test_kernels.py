@@ -10,6 +10,7 @@ import torch
 
 import gated_delta as gd
 from calls import rollout
+from gated_delta import dispatch
 from gated_delta.kernels.prefill.arguments import SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES
 from gated_delta.memory import extent
 from gated_delta.ops import prefill as host
@@ -708,6 +709,18 @@ def test_a_missing_instruction_is_a_fault(path, name, message, tmp_path):
         pytest.raises(Fault, match=message),
     ):
         gd.prefill(**call("channel" if path == "raw" else "head", 140), backend="cute")
+
+
+@pytest.mark.parametrize("kernel", ["prefill_overlapped", "prefill_prepare_raw"])
+def test_counters_release_stores_to_bulk_copies_too(kernel, kernels):
+    """A fence between the proxies stands in front of each increment."""
+    kernels.mkdir(parents=True, exist_ok=True)
+    for variant in {x.label[:40]: x for x in dispatch.shipped() if x.kernel == kernel}.values():
+        code = device.build(variant, "sm_90a", kernels).with_suffix(".ptx").read_text()
+        *before, _ = code.split("red.release.gpu")
+        assert before
+        for part in before:
+            assert "fence.proxy.async.global" in part[-200:]
 
 
 @pytest.mark.parametrize("path", ["tiles", 4], indirect=True)

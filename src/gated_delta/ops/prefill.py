@@ -11,6 +11,7 @@ from .. import compile, reference
 from ..gpus import H200, Gpu
 from ..kernels.prefill.arguments import (
     CHUNK,
+    MAX_TRANSITIONS,
     PrefillPointers,
     PrefillSizes,
     PrefillStrides,
@@ -273,6 +274,7 @@ class PrefillLaunch(TokensLaunch):
         # At least N: prepare, where it ranks the sequences, has a CTA for each.
         chunk_slots = max(-(-total // CHUNK) + N - 1 if packed else N * -(-T // CHUNK), N, 1)
         kind, segments, _ = plan.schedule
+        assert segments - 1 <= MAX_TRANSITIONS, f"state passing: {segments} segments"
         self.workspace = lay_out_workspace(
             WorkspaceShape(
                 N=N,
@@ -290,6 +292,8 @@ class PrefillLaunch(TokensLaunch):
             )
         )
         heads = 1 if channel else prepare_heads(H, HV, chunk_slots, kind, sms)
+        whole = channel or not kind.overlapped or heads == HV // H
+        assert whole, f"overlapped: {heads} of {HV // H} value heads of a q/k head in an item"
         self.sizes = ready(
             PrefillSizes(
                 **token_sizes(PrefillSizes, a),

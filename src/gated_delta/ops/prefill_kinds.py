@@ -82,12 +82,14 @@ def _facts(kind: Kind, problem: Problem, gpu: Gpu) -> dict[str, dict[str, Any]]:
     windows = dict(windows=kind.has_windows(problem))
     count = scan_stages(gpu)
     stages = {} if count is None else dict(stages=count)
+    # Without q and Aqk a stage of transitions is small enough for one more.
+    more = {} if count is None else dict(stages=count + 1)
     scan = facts("axis", "K", "V", "dtype", "state_dtype")
     return {
         "rank": dict(overlapped=kind.overlapped),
         "prepare": facts("axis", "K", "dtype") | gate | windows,
         "prepare_raw": gate,
-        "transitions": scan | stages,
+        "transitions": scan | more,
         "state_passing": dict(V=problem.V) | stages,
         "scan": scan | windows | checkpoints | stages,
         "scan_raw": facts("g_dtype", "gate", "state_dtype") | checkpoints,

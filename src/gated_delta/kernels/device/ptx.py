@@ -549,7 +549,13 @@ def atomic_increment(address):
 
 
 def release_increment(address):
-    """Add 1 to a counter in global memory; releases all earlier writes visible to the thread."""
+    """Add 1 to a counter in global memory; releases all earlier writes visible to the thread.
+
+    Who acquires them reads by bulk copies, in the async proxy. "Causality Order" of the PTX ISA
+    counts a proxy fence along the path from write to read, in no CTA by name, and has a rule for
+    the alias proxy alone: so one fence stands here, and one behind the reader's acquire.
+    """
+    cute.arch.fence_proxy("async.global")
     cute.arch.inline_ptx("red.release.gpu.global.add.u32 [{$r0}], 1;", read_only_args=[address])
 
 

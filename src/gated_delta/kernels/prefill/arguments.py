@@ -25,6 +25,9 @@ RAW_SCALE_BYTES = 3584
 STATE_BYTES = 128 * 128 * 4
 """A state in the workspace, or a segment's M or B: fp32 [128, 128]."""
 
+MAX_TRANSITIONS = 512
+"""Segments of a sequence but the last: state passing has a thread for each one's flag."""
+
 MAX_RAW_SEQUENCES = 32
 """Sequences of prepare_raw overlapped with scan_raw: a warp has one in each lane."""
 
@@ -150,7 +153,7 @@ def _tiles(w: WorkspaceShape) -> int:
 WORKSPACE = (
     # Of each chunk and head.
     Region("k_tiles", _tiles, "prepare", "scan, transitions, overlapped"),
-    Region("q_tiles", _tiles, "prepare", "scan, transitions, overlapped"),
+    Region("q_tiles", _tiles, "prepare", "scan, overlapped"),
     Region(
         "k_restored", lambda w: w.channel * _tiles(w), "prepare", "scan, transitions, overlapped"
     ),

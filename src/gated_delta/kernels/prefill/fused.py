@@ -89,6 +89,7 @@ class PrefillFused(PrefillKernel):
         self.boxes = dict.fromkeys("qk", BOX) | dict.fromkeys("vo", VALUES)
         # Either value is right; ptxas serialises a variant's wgmmas with the other one.
         self.split = not (checkpoints and state_dtype == "fp32")
+        assert STAGES % 2 == 0, f"stages of terms are stages of tokens modulo 2, of {STAGES}"
         smem = hopper.SharedMemory()
         self.kq = smem.add(STAGES * PAIR.bytes, 1024)
         v, self.tinv, self.aqk = add_term_regions(smem)

@@ -62,7 +62,7 @@ class PrefillScan(PrefillKernel):
         self.state_bytes = V * K * DTYPES[state_dtype].width // 8
         channel, self.threads = axis == "channel", 2 * WARPGROUP
         smem = hopper.SharedMemory()
-        self.stages = make_stages(smem, channel, ROWS, stages, STORE_THREADS, deterministic)
+        self.stages = make_stages(smem, channel, stages, STORE_THREADS, deterministic)
         self.shared = smem.size
         # KDA's scan is bound by its bytes, and loses by a prefetch.
         self.copies = TileCopies(self.stages, DTYPES[dtype], self.v_tiles, not channel, windows)

@@ -14,7 +14,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from ..device import hopper, levels, ptx
-from .arguments import STATE_BYTES
+from .arguments import MAX_TRANSITIONS, STATE_BYTES
 from .kernel import PrefillKernel
 from .layout import D, segment_flag_at, segment_number
 
@@ -23,7 +23,6 @@ K_SPLITS = 4  # threads that split a channel's inner products
 THREAD_ROWS = V_ROWS // K_SPLITS  # rows whose sums a thread keeps
 K_UNROLL = 16  # channels loaded together
 THREADS = K_SPLITS * D
-MAX_SEGMENTS = THREADS  # a thread loads a segment's flag
 
 
 class Coord(NamedTuple):
@@ -41,13 +40,14 @@ class Coord(NamedTuple):
 class PrefillStatePassing(PrefillKernel):
     def __init__(self, V: int, stages: int = 2):
         self.threads, self.ctas_per_head, self.stages = THREADS, V // V_ROWS, stages
+        assert MAX_TRANSITIONS <= THREADS, "a thread loads a segment's flag"
         smem = hopper.SharedMemory()
         self.m = smem.add(stages * STATE_BYTES)
         self.state = smem.add(D * V_ROWS * 4)  # the CTA's rows, transposed
         self.partial_sums = smem.add(K_SPLITS * V_ROWS * D * 4)
         # Stages of M, free behind the second barrier.
         self.ring = smem.add_ring(stages, hopper.copiers(THREADS))
-        self.flags = smem.add(MAX_SEGMENTS * 4)
+        self.flags = smem.add(MAX_TRANSITIONS * 4)
         self.shared = smem.size
 
     def ctas(self, args):

@@ -25,7 +25,7 @@ from .kernel import PrefillKernel
 from .layout import D, head_number, init_shared, segment_flag_at, segment_number
 from .mainloop.fp32 import MainloopFp32
 from .mainloop.load_store import TileCopies
-from .mainloop.pipeline import LOAD_THREADS, make_stages
+from .mainloop.pipeline import LOAD_THREADS, TileStages
 from .mainloop.segments import add_window, has_window, in_place, scan_coord, window_chunks
 from .mainloop.state import (
     WARPGROUP_ROWS,
@@ -44,23 +44,19 @@ LOAD_REGISTERS, MMA_REGISTERS = 40, 232
 class PrefillTransitions(PrefillKernel):
     checkpoints = False
 
-    def __init__(
-        self, axis: str, K: int, V: int, dtype: str, state_dtype: str, stages: int | None = None
-    ):
+    def __init__(self, axis: str, K: int, V: int, dtype: str, state_dtype: str, stages: int = 3):
         # mma.sync has no registers for a second MMA warpgroup.
         self.rows = V if levels.current().wgmma else WARPGROUP_ROWS
         self.mma_groups, self.b_tiles = self.rows // WARPGROUP_ROWS, V // self.rows
         self.tiles = self.b_tiles + D // self.rows  # of B's rows, then of M's
         self.has_windows = K == V == D
         channel, one_group = axis == "channel", self.mma_groups == 1
-        stages = stages or (2 if channel and not one_group else 3)
         smem = hopper.SharedMemory()
-        self.stages = make_stages(smem, channel, self.rows, stages, 0)
+        self.stages = TileStages(smem, channel, self.rows, stages, stores=0)
         self.shared, self.threads = smem.size, WARPGROUP * (1 + self.mma_groups)
         prefetch = one_group and not channel
         self.copies = TileCopies(self.stages, DTYPES[dtype], self.b_tiles, prefetch)
-        state = DTYPES[state_dtype]
-        self.mainloop = MainloopFp32(self.stages, K, DTYPES[dtype], state, has_outputs=False)
+        self.mainloop = MainloopFp32(self.stages, K, DTYPES[dtype], DTYPES[state_dtype])
 
     def ctas(self, args):
         return self.tiles * args.size.HV * args.size.N * args.size.segments
@@ -69,7 +65,7 @@ class PrefillTransitions(PrefillKernel):
     def kernel(self, args: NamedTuple):
         thread, cta = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
         stages = self.stages
-        shared = init_shared(stages.rings, stages.tinv, 2 * stages.count, thread, self.threads)
+        shared = init_shared(stages.rings, stages.tinv, stages.count, thread, self.threads)
         if args.ptr.sequence_order != 0:
             hopper.wait_for_previous_kernel()
         work, group = work_of(args, cta, self.tiles), thread // WARPGROUP - 1

@@ -26,11 +26,11 @@ SCALES = (
 
 
 class MainloopFp32:
-    """stages: TileStages or SplitStages.
+    """stages: TileStages, without outputs for transitions, or SplitStages.
 
-    has_outputs: False for transitions. deterministic: whether a chunk's bits follow from its state
-    and tokens alone. checkpoints: whether states are stored between chunks. recomputes:
-    compute addresses of the final state anew, which spares registers.
+    deterministic: whether a chunk's bits follow from its state and tokens alone. checkpoints:
+    whether states are stored between chunks. recomputes: compute addresses of the final state anew,
+    which spares registers.
     """
 
     def __init__(
@@ -39,18 +39,16 @@ class MainloopFp32:
         K,
         dtype,
         state_dtype,
-        has_outputs=True,
         deterministic=False,
         checkpoints=False,
         recomputes=False,
     ):
         self.stages, self.channel, self.dtype = stages, stages.channel, dtype
         self.products = (Wgmma if levels.current().wgmma else MmaSync)(stages)
-        # In front of the next rescale: another warpgroup keeps the tensor cores busy, or nothing is
-        # left to wait for.
-        self.epilogue_first = stages.rows > state.WARPGROUP_ROWS or not self.products.asynchronous
+        # In front of the next chunk's values: by mma.sync the update is complete already.
+        self.epilogue_first = not self.products.asynchronous
         self.states = state.States(state_dtype, K)
-        self.has_outputs, self.deterministic = has_outputs, deterministic
+        self.has_outputs, self.deterministic = stages.has_outputs, deterministic
         self.checkpoints = checkpoints
         self.recomputes = recomputes
 

@@ -23,7 +23,7 @@ PARTS = {
     "early": (("k", "q"), ("tinv",), ("scales",)),
     "late": (("k_restored",), ("aqk",), ()),
 }
-"""Tiles, triangles and scales that are copied together."""
+"""Tiles, triangles and scales that are copied together, where stages have them."""
 
 
 class TileCopies:
@@ -145,8 +145,9 @@ class TileCopies:
         stages, shared, ptr = self.stages, coord.shared, args.ptr
         ring = stages.late if part == "late" else stages.ring
         full = ring.full_at(shared, stage)
-        tiles, squares, scales = PARTS[part]
-        tiles = [name for name in tiles if self.channel or name != "k_restored"]
+        tiles, squares, scales = (
+            [name for name in names if getattr(stages, name) is not None] for names in PARTS[part]
+        )
         slot, left = coord.work.sequence.first_slot + c, coord.work.sequence.tokens - c * CHUNK
         size = len(tiles) * TILE_BYTES + len(squares) * TRIANGLE_BYTES + len(scales) * SCALE_BYTES
         if levels.current().bulk_copies:

@@ -25,13 +25,14 @@ class Wgmma:
         self.stages, self.channel = stages, stages.channel
 
     def make_fragments(self, coord):
-        tensors = {}
-        for name in ("k", "q", "tinv", "aqk", *(["k_restored"] if self.channel else [])):
-            tile = SQUARE if name in ("tinv", "aqk") else TILE
-            at = coord.shared + getattr(self.stages, name)
-            tensors[name] = tile.tensor(at, self.stages.stages_of(name))
-        tensors["k_update"] = tensors.pop("k_restored", tensors["k"])
+        tensors = {name: self.tensor(coord, name) for name in ("k", "q", "tinv", "aqk")}
+        tensors["k_update"] = self.tensor(coord, "k_restored") if self.channel else tensors["k"]
         return make_fragments(Float32, right_operands(coord.thread, Float32, **tensors))
+
+    def tensor(self, coord, name):
+        """A region of the stages, or None."""
+        at, tile = getattr(self.stages, name), SQUARE if name in ("tinv", "aqk") else TILE
+        return None if at is None else tile.tensor(coord.shared + at, self.stages.stages_of(name))
 
     def start(self, accumulator, left, right, name, stage, accumulate):
         major = hopper.MAJOR.MN if name == "k_update" else hopper.MAJOR.K
@@ -64,11 +65,12 @@ class MmaSync:
         n_row, n_vector = matrix // 2 * 8 + lane % 8, matrix % 2
         k_row, k_vector = matrix % 2 * 8 + lane % 8, matrix // 2
         update = stages.k_restored if self.channel else stages.k
+        outputs = stages.has_outputs
         return Operands(
             k=shared + stages.k + TILE.offset(n_row, n_vector),
-            q=shared + stages.q + TILE.offset(n_row, n_vector),
+            q=shared + stages.q + TILE.offset(n_row, n_vector) if outputs else None,
             tinv=shared + stages.tinv + triangle_offset(n_row, n_vector),
-            aqk=shared + stages.aqk + triangle_offset(n_row, n_vector),
+            aqk=shared + stages.aqk + triangle_offset(n_row, n_vector) if outputs else None,
             k_update=shared + update + TILE.offset(k_row, k_vector),
         )
 

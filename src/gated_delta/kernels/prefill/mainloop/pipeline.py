@@ -1,6 +1,7 @@
 """A chunk's stages in the shared memory of a scan by tiles, as rings.
 
-A stage has a chunk's tiles, Tinv, Aqk, scales and values. MMA warps call `wait`, `release_values`,
+A stage has a chunk's tiles, Tinv, Aqk, scales and values; without outputs neither q nor Aqk, whose
+offsets are None then, as that of GDN's k_restored is. MMA warps call `wait`, `release_values`,
 `enter_late_part`, `release` and `acquire_outputs`, in this order. Load warps arrive at `values`;
 store warps wait for `outputs` and release `stored`.
 """
@@ -21,11 +22,11 @@ def square_bytes():
     return SQUARE.bytes if levels.current().wgmma else TRIANGLE_BYTES
 
 
-def make_stages(smem, channel, rows, count, stores, deterministic=False):
-    """Stages of scan and transitions: one stage, of 64 V rows, comes and goes in two parts."""
+def make_stages(smem, channel, count, stores, deterministic):
+    """Stages of the scan: a single one comes and goes in two parts."""
     if count == 1:
         return SplitStages(smem, channel, 1, 2, stores, deterministic)
-    return TileStages(smem, channel, rows, count, stores, deterministic)
+    return TileStages(smem, channel, WARPGROUP_ROWS, count, stores, deterministic)
 
 
 class TileStages:
@@ -35,13 +36,17 @@ class TileStages:
     whether load warps leave the values' absmax.
     """
 
-    def __init__(self, smem, channel, rows, count, stores, deterministic):
+    def __init__(self, smem, channel, rows, count, stores, deterministic=False):
         self.channel, self.rows, self.count, self.stores = channel, rows, count, stores
+        self.has_outputs = stores > 0
         self.has_absmax = rows == WARPGROUP_ROWS and not deterministic
         self.v_pitch = rows * 2 + 16  # bytes of a token's values: 8 tokens in different banks
-        self.k, self.q = (smem.add(count * TILE_BYTES, 1024) for _ in range(2))
-        self.k_restored = smem.add(count * TILE_BYTES, 1024) if channel else None
-        self.tinv, self.aqk = (smem.add(count * square_bytes(), 1024) for _ in range(2))
+        tiles, squares = count * TILE_BYTES, count * square_bytes()
+        self.k = smem.add(tiles, 1024)
+        self.q = smem.add(tiles, 1024) if self.has_outputs else None
+        self.k_restored = smem.add(tiles, 1024) if channel else None
+        self.tinv = smem.add(squares, 1024)
+        self.aqk = smem.add(squares, 1024) if self.has_outputs else None
         self.v = self.o = smem.add(count * CHUNK * self.v_pitch, 128)  # outputs overwrite values
         self.scales = smem.add(count * SCALE_BYTES, 128)
         self.v_absmax = smem.add(count * 8)
@@ -49,8 +54,10 @@ class TileStages:
         # Load warps arrive with their values, copiers for tiles.
         loads = hopper.copiers(LOAD_THREADS) + LOAD_THREADS
         self.ring = self.values = self.stored = smem.add_ring(count, loads, mma_threads + stores)
-        self.outputs = smem.add_ring(count, mma_threads)
-        self.rings = (self.ring, self.outputs)
+        self.rings = (self.ring,)
+        if self.has_outputs:
+            self.outputs = smem.add_ring(count, mma_threads)
+            self.rings += (self.outputs,)
 
     def stages_of(self, name):
         """Stages of a region."""
@@ -86,14 +93,16 @@ class SplitStages:
     `count`. Values and outputs have one stage of 64 V rows, and rings of their own.
     """
 
+    has_outputs = True
+
     def __init__(self, smem, channel, count, deep_count, stores, deterministic):
         self.channel, self.rows, self.count, self.stores = channel, WARPGROUP_ROWS, count, stores
         self.has_absmax = not deterministic
         self.deep_count = deep_count
         self.deep = ("scales",) if channel else ("scales", "k", "k_update")
         self.v_pitch = WARPGROUP_ROWS * 2 + 16
-        for name in ("k", "q", "k_restored") if channel else ("k", "q"):
-            setattr(self, name, smem.add(self.stages_of(name) * TILE_BYTES, 1024))
+        self.k, self.q = (smem.add(self.stages_of(x) * TILE_BYTES, 1024) for x in "kq")
+        self.k_restored = smem.add(count * TILE_BYTES, 1024) if channel else None
         self.tinv, self.aqk = (smem.add(count * square_bytes(), 1024) for _ in range(2))
         self.v, self.o = (smem.add(CHUNK * self.v_pitch, 128) for _ in range(2))
         self.scales = smem.add(deep_count * SCALE_BYTES, 128)
@@ -101,7 +110,7 @@ class SplitStages:
         warps, copiers = WARPGROUP // WARP, hopper.copiers(LOAD_THREADS)
         self.ring, self.late = (smem.add_ring(count, copiers, warps) for _ in range(2))
         self.values = smem.add_ring(1, LOAD_THREADS, warps)
-        self.outputs = self.stored = smem.add_ring(1, WARPGROUP, stores or None)
+        self.outputs = self.stored = smem.add_ring(1, WARPGROUP, stores)
         self.rings = (self.ring, self.late, self.values, self.outputs)
 
     def stages_of(self, name):

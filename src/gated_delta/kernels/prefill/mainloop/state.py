@@ -34,17 +34,20 @@ class Operands(NamedTuple):
     """Right operands of wgmma, [N, K, stages] in shared memory; MmaSync has a lane's addresses."""
 
     k: cute.Tensor
-    q: cute.Tensor
+    q: cute.Tensor | None
+    """q, aqk: None without outputs."""
     k_update: cute.Tensor
     """k of the state's update, transposed; KDA: decayed to the chunk's end."""
     tinv: cute.Tensor
-    aqk: cute.Tensor
+    aqk: cute.Tensor | None
 
 
 def right_operands(thread, accumulator, **tensors):
     """k_update comes as it lies in memory, [K, N, stages]."""
-    operands = {}
+    operands = dict.fromkeys(tensors)
     for name, x in tensors.items():
+        if x is None:
+            continue
         mma = product_mma(accumulator)
         if name == "k_update":
             mma, x = update_mma(), cute.make_tensor(x.iterator, cute.select(x.layout, [1, 0, 2]))
