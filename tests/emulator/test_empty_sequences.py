@@ -9,9 +9,7 @@ import torch
 
 import gated_delta as gd
 from gated_delta.gpus import FORCED, H200
-from gated_delta.ops import PREFILL
-from gated_delta.ops.prefill_schedule import Schedule
-from gpu import needs_compiler, relative_error
+from gpu import needs_compiler, prefill_path, relative_error
 
 from . import emulated
 from .calls import call
@@ -38,8 +36,7 @@ def check_empty_sequences(path, axis, N, content, kernels, gpu=H200, sms=1, D=12
     before[slots] = torch.randn(D, D, generator=rng) + torch.arange(N).view(-1, 1, 1, 1)
     pool, want = before.clone(), before.clone()
     expected, _ = gd.prefill(**one, state=want, state_indices=slots, backend="reference")
-    schedule = Schedule("segments", path) if isinstance(path, int) else Schedule(path)
-    with PREFILL.scheduled(schedule, sms=sms), emulated(kernels, N, gpu=gpu):
+    with prefill_path(path, sms), emulated(kernels, N, gpu=gpu):
         o, _ = gd.prefill(**one, state=pool, state_indices=slots, backend="cute")
     full = [n for n, tokens in enumerate(lengths) if tokens]
     kept = torch.ones(N + 3, dtype=torch.bool)
