@@ -194,6 +194,25 @@ def test_no_finite_input_gives_nan(kind, axis):
     torch.testing.assert_close(state, decoded_state)
 
 
+@pytest.mark.parametrize("axis", ["head", "channel"])
+def test_a_preempted_answer_comes_back_within_the_bound(axis):
+    """Its tokens went through decode; then prompt and answer are one prefill (docs/contract.md)."""
+    prompt, n = 70, 150
+    given = tokens(1, n, axis=axis)
+    given["g"] /= 20  # so that the prompt still matters
+    options = dict(gate=gd.Gate.log(), backend="reference")
+    state, again = torch.zeros_like(pool(1)), torch.zeros_like(pool(1))
+
+    def part(start, end):
+        return {name: x[:, start:end] for name, x in given.items()}
+
+    gd.prefill(**part(0, prompt), state=state, **options)
+    steps = [gd.decode(**part(t, t + 1), state=state, **options) for t in range(prompt, n)]
+    o, _ = gd.prefill(**given, state=again, **options)
+    for got, want in (state, again), (torch.cat(steps, 1), o[:, prompt:]):
+        assert (got - want).norm() <= 2e-4 * want.norm()
+
+
 # ------------------------------------------------------------------------------ the chunk algebra
 
 

@@ -390,29 +390,37 @@ def test_batch_invariance(models: Any, tmp_path: Path) -> None:
         (dict(num_spec=1), ["no draft tokens"]),
         (dict(ring=15), ["GATED_DELTA_VLLM_RING=0"]),
         (dict(dtype=torch.bfloat16), ["--mamba-ssm-cache-dtype float32"]),
-        (dict(block=96), ["prompts cut at multiples of 64 tokens"]),
-        (dict(mode="none"), ["prompts cut at multiples of 64 tokens"]),
-        (dict(mode="none", cuts=False), []),
+        (dict(block_size=96), ["--block-size 128, .*, got 96"]),
+        (dict(mamba_block_size=32), ["--block-size 64, .*, got 32"]),
+        (dict(prefix_match_unit=32), ["--prefix-match-unit 64, .*, got 32"]),
+        (dict(mamba_cache_mode="all"), ["--mamba-cache-mode align"]),
+        (dict(mamba_cache_mode="none", block_size=96, prefix_match_unit=32), []),
+        (dict(max_num_scheduled_tokens=63), ["--max-num-batched-tokens 64 or more, got 63"]),
+        (dict(long_prefill_token_threshold=63), ["--long-prefill-token-threshold 0, or 64 .* 63"]),
+        (dict(kv_transfer_config="a connector's"), ["no KV connector"]),
+        (dict(get_scheduler_cls=lambda: SimpleNamespace), ["vLLM's scheduler, got SimpleNames"]),
     ],
 )
 def test_what_batch_invariance_needs(
     changed: dict[str, Any], needed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gated_delta.integrations import vllm_common, vllm_layers
+    from gated_delta.integrations import vllm_common, vllm_cuts, vllm_layers
 
-    case: dict[str, Any] = dict(
-        refused={}, num_spec=0, dtype=torch.float32, block=128, mode="align", cuts=True
-    )
-    case |= changed
+    case: dict[str, Any] = dict(refused={}, num_spec=0, dtype=torch.float32)
+    case |= dict(block_size=128, mamba_block_size=128, mamba_cache_mode="align")
+    case |= dict(max_num_batched_tokens=64, max_num_scheduled_tokens=None)
+    case |= dict(long_prefill_token_threshold=64, prefix_match_unit=None, kv_transfer_config=None)
+    case |= dict(get_scheduler_cls=lambda: vllm_cuts.Scheduler) | changed
+    config = SimpleNamespace(**case)
+    config.cache_config = config.scheduler_config = config
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     layer = object.__new__(vllm_layers.Kimi)
     vars(layer).update(
         prefix="model.layers.0",
         tally=vllm_common.Tally(case["refused"]),
-        cache_config=SimpleNamespace(mamba_block_size=case["block"], mamba_cache_mode=case["mode"]),
+        vllm_config=config,
         num_spec=case["num_spec"],
         ring=case.get("ring", 0),
-        cuts=case["cuts"],
         get_state_dtype=lambda: (torch.float32, case["dtype"]),
     )
     if needed:
@@ -420,6 +428,229 @@ def test_what_batch_invariance_needs(
             layer.get_attn_backend()
     else:
         assert layer.get_attn_backend().supports_batch_invariance()
+
+
+class Steps:
+    """vLLM's scheduler and its cache of a hybrid model: prompts in steps, without a model."""
+
+    def __init__(self, block: int, unit: int | None = None, **options: Any):
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.utils.hashing import sha256
+        from vllm.v1 import kv_cache_interface as kv
+        from vllm.v1.core import kv_cache_utils
+
+        options = dict(max_num_batched_tokens=2048, enable_prefix_caching=True) | options
+        options |= dict(model=str(TRAINED), dtype="float32", skip_tokenizer_init=True)
+        options |= dict(prefix_match_unit=unit, block_size=block, async_scheduling=False)
+        config = EngineArgs(**options).create_engine_config()
+        cache = config.cache_config
+        cache.block_size, cache.num_gpu_blocks = block, 2**16 // block
+        if cache.mamba_cache_mode == "align":
+            cache.mamba_block_size = block
+        attention = kv.FullAttentionSpec(
+            block_size=block, num_kv_heads=1, head_size=16, dtype=torch.float32
+        )
+        states = kv.MambaSpec(
+            block_size=cache.mamba_block_size,
+            shapes=((3, 8), (4, 16, 8)),
+            dtypes=(torch.float32, torch.float32),
+            mamba_cache_mode=cache.mamba_cache_mode,
+        )
+        specs = dict(attention=attention, states=states)
+        groups = [kv.KVCacheGroupSpec([name], spec) for name, spec in specs.items()]
+        blocks = kv.KVCacheConfig(cache.num_gpu_blocks, [], groups)
+        block, unit = kv_cache_utils.resolve_kv_cache_block_sizes(blocks, config)
+        kv_cache_utils.init_none_hash(sha256)
+        self.hasher = kv_cache_utils.get_request_block_hasher(unit, sha256)
+        self.scheduler = config.scheduler_config.get_scheduler_cls()(
+            vllm_config=config,
+            kv_cache_config=blocks,
+            structured_output_manager=SimpleNamespace(accept_tokens=lambda *_: True),
+            block_size=block,
+            hash_block_size=unit,
+        )
+
+    def add(self, name: str, tokens: int) -> Any:
+        from vllm.sampling_params import SamplingParams
+        from vllm.v1.request import Request
+
+        sampling = SamplingParams(max_tokens=64, ignore_eos=True)
+        request = Request(name, [tokens % 97] * tokens, sampling, None, block_hasher=self.hasher)
+        self.scheduler.add_request(request)
+        return request
+
+    def step(self) -> dict[str, int]:
+        """The tokens of each request in that step."""
+        from vllm.v1.outputs import ModelRunnerOutput
+
+        batch = self.scheduler.schedule()
+        names = list(batch.num_scheduled_tokens)
+        sampled = [[7] * (not self.scheduler.requests[x].is_prefill_chunk) for x in names]
+        rows = {name: row for row, name in enumerate(names)}
+        self.scheduler.update_from_output(batch, ModelRunnerOutput(names, rows, sampled))
+        return batch.num_scheduled_tokens
+
+    def cuts(self, tokens: int, decodes: int, prompts: int) -> list[int]:
+        """Where a prompt beside others is cut: the end of its cached prefix, and of its parts."""
+        from vllm.v1.request import RequestStatus
+
+        others = [self.add(f"decode {n}", 5 + n) for n in range(decodes)]
+        while any(x.num_computed_tokens < x.num_prompt_tokens for x in others):
+            self.step()
+        for n in range(prompts):
+            self.add(f"prompt {n}", tokens - 7 * n - 7)
+        ours, cuts = self.add("ours", tokens), set()
+        while ours.num_computed_tokens < tokens:
+            computed = self.step().get("ours", 0)
+            cuts |= {ours.num_computed_tokens - computed, ours.num_computed_tokens}
+        self.scheduler.finish_requests(
+            list(self.scheduler.requests), RequestStatus.FINISHED_ABORTED
+        )
+        return sorted(cuts - {0, tokens})
+
+
+@pytest.fixture
+def aligned(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The plug-in's hook, for one test."""
+    from gated_delta.integrations import vllm_cuts
+
+    for name in ("__init__", "_reserve_prefill_lookahead"):
+        monkeypatch.setattr(vllm_cuts.Scheduler, name, getattr(vllm_cuts.Scheduler, name))
+    vllm_cuts.align.__wrapped__()
+    return vllm_cuts.Scheduler
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(block=2112),
+        dict(block=1088, long_prefill_token_threshold=1000),
+        dict(block=1088, long_prefill_token_threshold=100),
+        dict(block=128, unit=64, max_num_batched_tokens=1000),
+        dict(block=64, max_num_batched_tokens=256),
+        dict(block=96, enable_prefix_caching=False, max_num_batched_tokens=1000),
+    ],
+    ids=str,
+)
+def test_every_cut_is_on_the_grid(settings: dict[str, Any], aligned: Any) -> None:
+    """By vLLM's own scheduler, beside decodes and other prompts; the second time from the cache."""
+    steps, parts = Steps(**settings), 0
+    for tokens in (65, 1520, 2049, 3999):
+        for decodes, prompts in (0, 0), (3, 0), (1, 2), (100, 0), (100, 3):
+            for _ in range(2):
+                cuts = steps.cuts(tokens, decodes, prompts)
+                assert [place for place in cuts if place % 64] == []
+                parts = max(parts, len(cuts))
+    assert parts > 1
+
+
+def test_a_scheduler_off_the_grid_does_not_start(aligned: Any) -> None:
+    """By the sizes that vLLM resolves for the whole cache."""
+    for sizes, needed in ((64, 32), "--prefix-match-unit 64, .* 32"), ((96,), "--block-size 128"):
+        with pytest.raises(RuntimeError, match=f"the scheduler needs {needed}"):
+            Steps(*sizes)
+
+
+def test_a_cut_in_front_of_an_image(aligned: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Moves to the grid, or stays where it is, with a warning, if nothing would be computed."""
+    from gated_delta.integrations import vllm_common
+
+    log: list[str] = []
+    monkeypatch.setattr(vllm_common, "logger", lambda: SimpleNamespace(warning=log.append))
+    image = SimpleNamespace(mm_position=SimpleNamespace(offset=100))
+    request = SimpleNamespace(request_id="r", num_tokens=3000, mm_features=[image])
+    scheduler = SimpleNamespace(has_mamba_layers=True, num_prefill_lookahead=0)
+
+    def cut(start: int, tokens: int) -> int:
+        return start + aligned._reserve_prefill_lookahead(scheduler, request, start, tokens)
+
+    assert (cut(0, 100), cut(64, 35), cut(64, 0), cut(64, 2936)) == (64, 64, 64, 3000)
+    assert log == []
+    assert cut(64, 36) == 100
+    assert "r is cut at 100" in log[0]
+    scheduler.has_mamba_layers = False
+    assert cut(0, 99) == 99
+
+
+@pytest.fixture
+def poisoned() -> Any:
+    """NaN in all memory that torch does not initialise."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+BATCHES = dict(none=None, empty=(0, 0, 0), decodes=(0, 4, 0), prefill=(1, 0, 0), mixed=(1, 0, 1))
+"""Of 4 tokens, in 6 rows: prefills, decodes and requests with drafts; none: no metadata."""
+
+
+@pytest.mark.parametrize("refused", [(), ("prefill",)], ids=["ours", "vLLM's"])
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("name", ["Qwen", "Olmo", "Kimi", "Glm", "Ling"])
+def test_rows_behind_the_batch_are_zeros(
+    name: str, batch: str, refused: Any, poisoned: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With NaN in these rows of the norm's gate; eager, as in graphs that break at the layer."""
+    from vllm.forward_context import override_forward_context
+    from vllm.model_executor.models import bailing_moe_v3  # has Ling's operator
+    from vllm.third_party.flash_linear_attention.ops import kda
+
+    from gated_delta.integrations import vllm_common, vllm_layers
+
+    (T, n, H, D), counts = (6, 4, 2, 4), BATCHES[batch]
+    x, z = torch.ones(T, 4 * H * D), torch.ones(T, H, D)
+    x[n:] = z[n:] = torch.nan
+
+    def engine(layer: Any, *args: Any, core_attn_out: Any = None, **others: Any) -> None:
+        """vLLM's kernel."""
+        out = args[-1] if core_attn_out is None else core_attn_out
+        out.view(T, H, D)[: n if counts else 0] = 1
+
+    def write(m: Any, rows: Any, out: torch.Tensor) -> None:
+        out.fill_(1) if any(counts) else None
+
+    kind = getattr(vllm_layers, name)
+    if name in ("Glm", "Ling"):
+        assert bailing_moe_v3
+        monkeypatch.setattr(kda, "fused_kda_gate", lambda g, *_, **options: g)  # in Triton
+        bases = kind, type("Engine", (), dict(_forward=engine))
+        kind = type(name, bases, dict.fromkeys(kind.__abstractmethods__))
+    else:
+        method = "_forward" if name == "Kimi" else "_forward_core"
+        monkeypatch.setattr(kind.__bases__[-1], method, engine)
+    layer = object.__new__(kind)
+    tally = vllm_common.Tally(dict.fromkeys(refused, "a reason"))
+    vars(layer).update(prefix="layer", sizes=(H, H, D, D), tally=tally, fuses_norm=name != "Olmo")
+    vars(layer).update(profiled=True, _drafts=write, _others=write, separate_b_proj=True)
+    vars(layer).update(split_ba=lambda ba: ba.chunk(2, -1), f_b_proj=lambda _: (z,))
+    vars(layer).update(g_b_proj=lambda _: (z,), f_proj=lambda _: (z,), g_proj=lambda _: (z,))
+    vars(layer).update(in_proj_qkvbfg_a=lambda _: (torch.ones(T, 3 * H * D + H + 2 * D),))
+    vars(layer).update(qkv_proj=lambda _: (x[:, : 3 * H * D],), b_proj=lambda _: (x[:, :H],))
+    vars(layer).update(norm=torch.mul, o_norm=torch.mul, o_proj=lambda y: (y,))
+    vars(layer).update(A_log=None, dt_bias=None, lower_bound=None, safe_gate=False, head_dim=D)
+    rows = dict(spec_token_indx=torch.tensor([0, 2]), non_spec_token_indx=torch.tensor([1, 3]))
+    names = ("num_prefills", "num_decodes", "num_spec_decodes")
+    m = counts and SimpleNamespace(
+        **dict(zip(names, counts, strict=True)), num_actual_tokens=n, **rows
+    )
+    context = SimpleNamespace(
+        attn_metadata=m and dict(layer=m), no_compile_layers=dict(layer=layer)
+    )
+    out = torch.full((T, H, D), torch.nan)
+    with override_forward_context(context):
+        if name == "Qwen":
+            layer._forward_core_fused_norm_packed(x, x[:, : 2 * H], out)
+        elif name == "Olmo":
+            layer._forward_core(x, x[:, :H], x[:, :H], out)
+        elif name == "Kimi":
+            layer._forward(x, z[None], z.flatten(1), x[None, :, :H], out[None])
+        elif name == "Glm":
+            out = layer.forward(x, x)
+        else:
+            layer.forward(x, x, out.view(T, -1))
+    written = n if counts and any(counts) else 0
+    assert (out.flatten(1)[:written] == 1).all()
+    assert (out.flatten(1)[written:] == 0).all()
 
 
 def test_layer_classes_found_later(monkeypatch: pytest.MonkeyPatch) -> None:

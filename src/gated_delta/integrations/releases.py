@@ -246,6 +246,11 @@ VLLM = {
                 "GDNAttentionMetadata": "28df30c7",
                 "GDNAttentionMetadataBuilder": "b9229581",
             },
+            "v1/core/sched/scheduler.py": {
+                "Scheduler._mamba_block_aligned_split": "81493a37",
+                "Scheduler._reserve_prefill_lookahead": "82ed3d45",
+                "Scheduler.schedule": "4da54307",
+            },
         },
     ),
     "cpu": Release(
@@ -279,6 +284,11 @@ VLLM = {
                 "GDNAttentionBackend": "2b0e7d76",
                 "GDNAttentionMetadata": "caf9dab7",
                 "GDNAttentionMetadataBuilder": "f306d9c5",
+            },
+            "v1/core/sched/scheduler.py": {
+                "Scheduler._mamba_block_aligned_split": "9f90045b",
+                "Scheduler._reserve_prefill_lookahead": "82ed3d45",
+                "Scheduler.schedule": "f3e5d677",
             },
         },
     ),

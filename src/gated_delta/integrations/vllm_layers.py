@@ -34,7 +34,7 @@ from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 from gated_delta import __version__, api
 from gated_delta.compile import flag
 from gated_delta.integrations import vllm_common as common
-from gated_delta.integrations import vllm_kvbuffer, vllm_start
+from gated_delta.integrations import vllm_cuts, vllm_kvbuffer, vllm_start
 from gated_delta.integrations.checks import in_chunks
 from gated_delta.integrations.vllm_calls import Recurrence
 from gated_delta.integrations.vllm_start import BACKEND, DEVICE
@@ -56,7 +56,7 @@ class Core(Recurrence, abstract.MambaBase):
         vllm_config = get_current_vllm_config()
         HV, V, K = self.get_state_shape()[1]
         self.sizes = self._key_heads(), HV, V, K
-        self.cuts = vllm_config.scheduler_config.enable_chunked_prefill
+        self.vllm_config = vllm_config
         self.tally, self.profiled = common.Tally(), False
         self.inputs, self.deterministic = self.model_config.dtype, envs.VLLM_BATCH_INVARIANT
         self.fuses_norm = V <= MAX_NORM and self._passes_gate()
@@ -151,17 +151,15 @@ class Core(Recurrence, abstract.MambaBase):
 
     def _lacks_for_invariance(self) -> list[str]:
         """What is missing for results whose bits do not depend on the batch."""
-        block = self.cache_config.mamba_block_size or 1
-        aligned = self.cache_config.mamba_cache_mode == "align" and not block % CHECKPOINT_INTERVAL
         lacks = {
             "decode and prefill on gated_delta": bool(self.tally.refused),
             "no draft tokens": self.num_spec > 0,
             f"{vllm_kvbuffer.RING}=0": self.ring > 0,
             "--mamba-ssm-cache-dtype float32": self.get_state_dtype()[1] != torch.float32,
-            "prompts cut at multiples of 64 tokens (--mamba-cache-mode align, such blocks) or not "
-            "at all (--no-enable-chunked-prefill)": self.cuts and not aligned,
         }
-        return [needed for needed, lacking in lacks.items() if lacking]
+        config = self.vllm_config
+        cuts = vllm_cuts.lacks(config, config.cache_config.prefix_match_unit)
+        return [*(needed for needed, lacking in lacks.items() if lacking), *cuts]
 
     def _key_heads(self) -> int:
         """H, on this rank."""
@@ -183,10 +181,10 @@ class Core(Recurrence, abstract.MambaBase):
 
         qkv: [tokens, D], before the convolution. g: [tokens, HV] or [tokens, HV, K], raw. beta:
         [tokens, HV], logits. z: [tokens, HV, V], the norm's gate. out: [tokens, HV, V], after
-        the norm if there is a z; written for the batch's tokens, without padding.
+        the norm if there is a z; zeros behind the batch's tokens.
         """
-        refused, m = self.tally.refused, get_forward_context().attn_metadata
-        m = m.get(self.prefix) if isinstance(m, dict) else None
+        refused, m = self.tally.refused, self._metadata()
+        self._zero_padding(out)
         if m is None:  # a profile run, before vLLM has a cache
             if "prefill" not in refused and not self.profiled:
                 if self.buffered:
@@ -217,6 +215,19 @@ class Core(Recurrence, abstract.MambaBase):
         for gate in () if self.fuses_norm else z:
             self._normalise(out, gate[:n])
         return True
+
+    def _metadata(self) -> Any:
+        """This batch's; None in a profile or dummy run without any."""
+        m = get_forward_context().attn_metadata
+        return m.get(self.prefix) if isinstance(m, dict) else None
+
+    def _zero_padding(self, out: Tensor) -> None:
+        """Zeros the rows behind the batch's tokens: they may hold NaN."""
+        m = self._metadata()
+        runs = m is not None and m.num_prefills + m.num_decodes + m.num_spec_decodes
+        n = m.num_actual_tokens if runs else 0
+        if n < len(out):
+            out[n:].zero_()
 
     def _drafts(self, m: Any, rows: Sequence[Tensor], out: Tensor) -> None:
         """Sequences of several tokens, with a slot for the state after each token or a buffer."""
@@ -315,6 +326,11 @@ class Core(Recurrence, abstract.MambaBase):
     def _normalise(self, out: Tensor, z: Tensor) -> None:
         out.copy_(common.norm_on(self._norm(), out.device)(out, z))
 
+    def _normalise_batch(self, out: Tensor, z: Tensor) -> None:
+        """After vLLM's recurrence, with rows behind the batch's tokens."""
+        self._normalise(out, z)
+        self._zero_padding(out)
+
     def _update(self, x: Tensor, **options: Any) -> Tensor:
         """The convolution of few tokens a sequence, into new memory: x may be a view."""
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -389,7 +405,7 @@ class Qwen(GDN, QwenGatedDeltaNetAttention):
             super(GDN, self)._forward_core(
                 mixed_qkv=qkv, b=b.contiguous(), a=a.contiguous(), core_attn_out=core_attn_out
             )
-            self._normalise(core_attn_out, z)
+            self._normalise_batch(core_attn_out, z)
 
 
 class Olmo(GDN, OlmoHybridGatedDeltaNetAttention):
@@ -470,7 +486,7 @@ class Glm(Separate):
             super(KDA, self)._forward(
                 qkv_proj_states=qkv, g1=g[None], beta=beta[None], core_attn_out=out[None]
             )
-            self._normalise(out, z)
+            self._normalise_batch(out, z)
 
     def _lower_bound(self) -> float | None:
         return self.kda_lower_bound if self.kda_safe_gate else None
@@ -514,7 +530,7 @@ class Ling(Separate):
         g = fused_kda_gate(g1.flatten(1), self.A_log, self.head_dim, g_bias=bias, lower_bound=bound)
         q, k, v = qkv.chunk(3, -1)
         super(KDA, self)._forward(q, k, v, g[None], beta.float().sigmoid()[None], core_attn_out)
-        self._normalise(out, z)
+        self._normalise_batch(out, z)
 
     def _lower_bound(self) -> float | None:
         return self.lower_bound if self.safe_gate else None
