@@ -1,19 +1,16 @@
-"""Shared by decode, verify and flush: grid, state rows in registers, token loads, gated norm."""
+"""Shared by decode, verify and flush: grid, state rows in registers, token loads."""
 
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float16, Float32, Int32, Int64, Uint32
+from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cutlass_dsl import select_
 
 from ..arguments import ABSENT, lanes_per_row
 from . import arithmetic, ptx
-from .args import DTYPES, offset, qk_head
-
-NORM = ("z", "norm_")
-"""How the names of a norm's arguments begin."""
+from .args import DTYPES, Args, offset, qk_head
 
 
 def without(arguments, *prefixes):
@@ -181,10 +178,7 @@ class StateRows:
 
     def shared_half(self, sRow, coord, half):
         """View of four of a lane's 8 channels."""
-        address = (sRow + half * (self.padded_K // 2) + coord.lane * 4).toint()
-        return shared_tensor(
-            cute.make_ptr(Float32, address, cute.AddressSpace.smem, assumed_align=16), 4
-        )
+        return shared_vector(sRow + half * (self.padded_K // 2) + coord.lane * 4, 4)
 
     def load_shared(self, sRow, coord):
         """Load a lane's 8 channels of a shared row."""
@@ -202,6 +196,28 @@ class StateRows:
 
 def shared_tensor(pointer, count):
     return cute.make_tensor(pointer, cute.make_layout((count,)))
+
+
+def shared_vector(pointer, count, dtype=Float32):
+    """View of `count` 32-bit words that one access moves: the address is a multiple of its size."""
+    address, smem = pointer.toint(), cute.AddressSpace.smem
+    return shared_tensor(cute.make_ptr(dtype, address, smem, assumed_align=4 * count), count)
+
+
+class Draft(NamedTuple):
+    """A sequence's tokens in a call, for a thread."""
+
+    shared: Any
+    """The CTA's shared memory."""
+    args: Args
+    coord: Any
+    start: Int32
+    """The sequence's first token, in packed tensors."""
+    length: Int32
+    row: Any = None
+    """Row of history.py: where the tokens go in a buffer."""
+    path: Any = None
+    """Of trees: tree.py."""
 
 
 class Tokens:
@@ -260,12 +276,10 @@ class Tokens:
         k = ptr.k + offset(coord.n, stride.k_n) + offset(token, stride.k_t) + offset(h, stride.k_h)
         return q, k
 
-    def load_qk(self, args, coord, start, t, length):
+    def load_qk(self, draft, t):
         """Load this lane's channels of q and k of token t, as words."""
-        return [
-            self.load_channels(at, coord, t < length)
-            for at in self.qk_addresses(args, coord, start + t)
-        ]
+        addresses = self.qk_addresses(draft.args, draft.coord, draft.start + t)
+        return [self.load_channels(at, draft.coord, t < draft.length) for at in addresses]
 
     def load_channels(self, address, coord, condition):
         size, words = self.dtype.width // 8, []
@@ -309,13 +323,13 @@ class Tokens:
         )
         return at + row * (self.dtype.width // 8)
 
-    def load_beta(self, args, coord, token, condition):
-        """Load raw beta as fp32."""
-        ptr, stride, size = args.ptr, args.stride, args.size
+    def load_beta(self, draft, t, condition):
+        """Load raw beta of token t as fp32."""
+        (ptr, _, _, stride, size), coord = draft.args, draft.coord
         at = (
             ptr.beta
             + offset(coord.n, stride.beta_n)
-            + offset(token, stride.beta_t)
+            + offset(draft.start + t, stride.beta_t)
             + offset(coord.hv, stride.beta_h)
         )
         return ptx.load_scalar(at, Int32(select_(condition, size.beta_kind, Int32(ABSENT))))
@@ -330,15 +344,16 @@ class Tokens:
         )
         return at if channel is None else at + offset(channel, stride.g_c)
 
-    def load_g(self, args, coord, token, channel, condition):
-        """Load raw g of a token and, for KDA, a channel."""
-        return ptx.load(self.g_dtype, self.g_address(args, coord, token, channel), condition)
+    def load_g(self, draft, t, channel, condition):
+        """Load raw g of token t and, for KDA, a channel."""
+        at = self.g_address(draft.args, draft.coord, draft.start + t, channel)
+        return ptx.load(self.g_dtype, at, condition)
 
-    def load_gate_parameters(self, args, coord, channel, condition):
+    def load_gate_parameters(self, draft, channel, condition):
         """Load (A_log, dt_bias); (None, None) for a gate without them."""
         if self.gate == "log":
             return None, None
-        ptr, stride, size = args.ptr, args.stride, args.size
+        (ptr, _, _, stride, size), coord = draft.args, draft.coord
         dt_bias = ptr.dt_bias + offset(coord.hv, stride.dt_bias_h)
         if channel is not None:
             dt_bias += offset(channel, stride.dt_bias_c)
@@ -365,195 +380,3 @@ class Tokens:
         )
         for row in range(last + coord.n, size.total, size.N):
             ptx.store(self.dtype, o_at + offset(row, stride.o_t), Float32(0))
-
-
-# ------------------------------------------------------------ the gated norm
-
-
-NORM_LOADS = 8  # elements of z per thread in flight
-
-
-def z_address(args, coord, dtype, token, row):
-    ptr, stride = args.ptr, args.stride
-    at = (
-        ptr.z
-        + offset(coord.n, stride.z_n)
-        + offset(token, stride.z_t)
-        + offset(coord.hv, stride.z_h)
-    )
-    return at + row * (dtype.width // 8)
-
-
-def before_norm(o, dtype):
-    """Round o as without a norm; keep a value that overflows fp16, since inf makes the head NaN."""
-    rounded = o.to(dtype).to(Float32)
-    return (
-        ptx.select(cute.math.abs(rounded) <= Float32(ptx.FP16_MAX), rounded, o)
-        if dtype is Float16
-        else rounded
-    )
-
-
-def norm_weight_address(args, row):
-    return args.ptr.norm_weight + offset(row, args.stride.norm_weight_c)
-
-
-class GatedNorm:
-    """The gated RMSNorm of decode's o. docs/kernels/decode.md, "The gated norm".
-
-    One CTA, or one cluster of CTAs, has all V rows of a head. All threads prepare weight * act(z)
-    of the CTA's rows, one element each. Every CTA receives o of all rows. Then one warp per token
-    normalises the CTA's rows: lane l sums the squares of rows l, l + 32, ..., so bits depend on
-    neither the schedule nor the number of tokens.
-
-    In a cluster st.async copies o to every CTA, and the receiver's mbarrier counts its bytes: a
-    cluster barrier would wait for the stores of states. A CTA exits only after it has received all
-    of o, so no st.async can hit a CTA that has exited.
-
-    Shared memory, fp32: the cluster's mbarrier; per token o rounded to its dtype [V] and
-    weight * act(z) [cta_rows]. `coord` has n, hv, thread and tile, the CTA's rank in its cluster.
-    """
-
-    def __init__(self, V: int, ctas: int, dtype, threads: int, tokens: int):
-        self.V, self.ctas, self.dtype = V, ctas, dtype
-        self.threads, self.warps = threads, threads // 32
-        self.cta_rows = V // ctas
-        elements = tokens * self.cta_rows
-        # Elements that a thread loads before the state arrives.
-        self.first_loads = min(NORM_LOADS, -(-elements // threads))
-        self.one_round = elements <= self.first_loads * threads
-        self.one_row = threads % self.cta_rows == 0  # a thread's elements all have one row
-        self.token_words = V + self.cta_rows
-        self.barrier_words = 4 if ctas > 1 else 0
-
-    # ------------------------------------------------------------ weight * act(z)
-
-    def prefetch(self, args, coord):
-        """Prefetch the weight and the first tokens' z into L2; z of dense tokens only."""
-        parts = self.cta_rows // 32
-        token, row = coord.thread // parts, coord.tile * self.cta_rows + coord.thread % parts * 32
-        ptx.prefetch_l2(
-            z_address(args, coord, self.dtype, token, row),
-            (token < args.size.T) & (args.size.cu_seqlens_kind == 0),
-        )
-        ptx.prefetch_l2(norm_weight_address(args, row), token == 0)
-
-    def elements(self, coord, first, count):
-        """The thread's next `count` elements of [tokens, cta_rows].
-
-        The last warp has token 0, since the first warps load that token's v.
-        """
-        warp = self.warps - 1 - coord.thread // 32
-        return [first + warp * 32 + coord.thread % 32 + j * self.threads for j in range(count)]
-
-    def load(self, args, coord, start, length, elements):
-        """Load (z, weight bits) of elements; with one_row the weight is loaded once."""
-        loaded = []
-        for i in elements:
-            t, row = i // self.cta_rows, coord.tile * self.cta_rows + i % self.cta_rows
-            z = ptx.load(self.dtype, z_address(args, coord, self.dtype, start + t, row), t < length)
-            if not loaded or not self.one_row:
-                kind = Int32(select_(t < length, args.size.norm_weight_kind, Int32(ABSENT)))
-                bits = ptx.load_scalar_bits(norm_weight_address(args, row), kind)
-            loaded.append((z, bits))
-        return loaded
-
-    def load_first(self, args, coord, start, length):
-        return self.load(args, coord, start, length, self.elements(coord, 0, self.first_loads))
-
-    @cute.jit
-    def stage(self, shared, args, coord, start, length, loaded):
-        """Write weight * act(z) to shared memory: of `loaded`, then of all other elements."""
-        self.store_factors(shared, args, length, self.elements(coord, 0, self.first_loads), loaded)
-        if cutlass.const_expr(not self.one_round):
-            first, step = self.first_loads * self.threads, NORM_LOADS * self.threads
-            for i in cutlass.range(first, length * self.cta_rows, step, unroll=1):
-                elements = self.elements(coord, i, NORM_LOADS)
-                self.store_factors(
-                    shared, args, length, elements, self.load(args, coord, start, length, elements)
-                )
-
-    @cute.jit
-    def store_factors(self, shared, args, length, elements, loaded):
-        for j in cutlass.range_constexpr(len(elements)):
-            t, row = elements[j] // self.cta_rows, elements[j] % self.cta_rows
-            if t < length:
-                z, bits = loaded[j]
-                gate, factors = arithmetic.sigmoid(z), self.factors(shared, t)
-                act = ptx.select(args.size.norm_sigmoid != 0, gate, z * gate)
-                factors[row] = act * ptx.scalar_from_bits(bits, args.size.norm_weight_kind)
-
-    # ------------------------------------------------------------ o
-
-    def outputs(self, shared, t):
-        return shared_tensor(shared + (self.barrier_words + t * self.token_words), self.V)
-
-    def factors(self, shared, t):
-        return shared_tensor(
-            shared + (self.barrier_words + t * self.token_words + self.V), self.cta_rows
-        )
-
-    @cute.jit
-    def init_barrier(self, shared, coord, length):
-        """Expect o of `length` tokens. Order: init_barrier, wait_for_cluster, share_o, finish."""
-        if cutlass.const_expr(self.ctas > 1):
-            if coord.thread == 0:
-                barrier = ptx.mbarrier(shared.toint())
-                cute.arch.mbarrier_init(barrier, 1)
-                cute.arch.mbarrier_init_fence()
-                cute.arch.mbarrier_arrive_and_expect_tx(barrier, length * self.V * 4)
-            cute.arch.cluster_arrive_relaxed()
-
-    @cute.jit
-    def wait_for_cluster(self):
-        """Wait until every CTA of the cluster has initialised its mbarrier."""
-        if cutlass.const_expr(self.ctas > 1):
-            cute.arch.cluster_wait()
-
-    @cute.jit
-    def share_o(self, shared, t, row, o, lane, lanes):
-        """Store o of a token and V row, rounded as without a norm, to every CTA's shared memory.
-
-        `lanes` lanes hold the same o; each stores to different CTAs.
-        """
-        o = before_norm(o, self.dtype)
-        if cutlass.const_expr(self.ctas == 1):
-            if lane == 0:
-                outputs = self.outputs(shared, t)
-                outputs[row] = o
-        else:
-            at = (shared + (self.barrier_words + t * self.token_words + row)).toint()
-            for first in cutlass.range_constexpr(0, self.ctas, lanes):
-                cta = first + lane
-                ptx.store_async(
-                    at, shared.toint(), cutlass.min(cta, self.ctas - 1), o, cta < self.ctas
-                )
-
-    @cute.jit
-    def finish(self, shared, args, o_at, coord, start, length):
-        """Normalise and store the CTA's rows of every token; o_at: address of token 0, row 0."""
-        if cutlass.const_expr(self.ctas > 1):
-            if coord.thread // 32 < length:  # only warps with a token wait
-                cute.arch.mbarrier_wait(ptx.mbarrier(shared.toint()), 0)
-        else:
-            cute.arch.sync_threads()
-        lane = coord.thread % 32
-        eps = args.size.norm_eps.bitcast(Float32)
-        for t in cutlass.range(coord.thread // 32, length, self.warps, unroll=1):
-            outputs, factors = self.outputs(shared, t), self.factors(shared, t)
-            total = Float32(0)
-            for first in range(0, self.V, 32):
-                x = outputs[lane + first]
-                total = cute.math.fma(x, x, total)
-            rstd = cute.math.rsqrt(
-                cute.math.fma(arithmetic.sum_lanes(total, 32), Float32(1 / self.V), eps)
-            )
-            at = o_at + offset(start + t, args.stride.o_t)
-            for first in cutlass.range_constexpr(0, self.cta_rows, 32):
-                row = lane + first
-                head_row = coord.tile * self.cta_rows + row
-                ptx.store(
-                    self.dtype,
-                    at + offset(head_row, args.stride.o_c),
-                    outputs[head_row] * rstd * factors[row],
-                )
