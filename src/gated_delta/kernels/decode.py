@@ -91,8 +91,8 @@ class Slots(NamedTuple):
     read: Int32
     write: Int32
     """The slot of the final state."""
-    policy: Int64
-    """L2 cache policy of the state's loads."""
+    active: Any
+    """Whether the sequence is."""
 
 
 class Loaded(NamedTuple):
@@ -225,15 +225,15 @@ class Decode:
         work = n, hv, tile, thread, lane, warp_row, first_row, o_row
         return Coord(*work, sum_lane, sum_lane == 0)
 
-    def chunk(self, coord, i):
-        """`coord` in chunk i of its tile."""
+    def chunk(self, draft, i):
+        """`draft` with the coord of chunk i of its tile."""
         if i == 0:
-            return coord
+            return draft
         rows = {
-            name: getattr(coord, name) + i * self.chunk_rows
+            name: getattr(draft.coord, name) + i * self.chunk_rows
             for name in ("warp_row", "first_row", "o_row")
         }
-        return coord._replace(**rows)
+        return draft._replace(coord=draft.coord._replace(**rows))
 
     # ------------------------------------------------------------ one sequence
 
@@ -248,8 +248,8 @@ class Decode:
         active, write = self.past.slots(row, length, read > size.null_index, read, write)
         shared = cute.arch.get_dyn_smem(Float32, 16)
         draft = Draft(shared, args, coord, start, length, row)
-        slots = Slots(read, write, self.state.policy(size.keep_in_l2))
-        loaded = self.load(draft, slots, active)
+        slots = Slots(read, write, active)
+        loaded = self.load(draft, slots)
         o_at = self.tokens.o_address(args, coord) + offset(coord.o_row, stride.o_c)
         if active:
             self.decode(draft, slots, loaded, o_at)
@@ -266,20 +266,21 @@ class Decode:
             for i in cutlass.range_constexpr(self.chunks):
                 self.tokens.zero_padding(args, coord, self.chunk_o(args, o_at, i))
 
-    def load(self, draft, slots, active):
+    def load(self, draft, slots):
         """Issue the loads of the first tokens, the buffer's row and the first chunk's rows."""
         thread = draft.coord.thread
         qk = self.tokens.load_qk(draft, thread // self.lanes)
         gates = self.load_gates(draft)
         v = [self.load_v(draft, i) for i in self.v_elements(thread, self.v_loads)]
-        past = self.past.load(draft, active)
-        rows = self.load_rows(draft, slots, active)
+        past = self.past.load(draft, slots.active)
+        rows = self.load_rows(draft, slots)
         return Loaded(qk, gates, v, past, rows, self.norm.load_first(draft))
 
-    def load_rows(self, draft, slots, condition=True):
+    def load_rows(self, draft, slots):
         """Load the rows of the state's chunk that the coord has."""
-        at = self.state.address(draft.args, draft.coord, slots.read, draft.coord.first_row)
-        return self.state.load(at, draft.coord, slots.policy, condition)
+        args, coord = draft.args, draft.coord
+        at = self.state.address(args, coord, slots.read, coord.first_row)
+        return self.state.load(at, coord, self.state.policy(args.size.keep_in_l2), slots.active)
 
     def decode(self, draft, slots, loaded, o_at):
         """All tokens of an active sequence. o_at: address of token 0, o_row of the first chunk."""
@@ -294,23 +295,24 @@ class Decode:
         cute.arch.sync_threads()
         self.past.stage(draft, self.padded_K, self.decay_offset, later)
         self.norm.wait_for_cluster()
-        chunks = [draft._replace(coord=self.chunk(draft.coord, i)) for i in range(self.chunks)]
-        for i, chunk in enumerate(chunks):
-            next_rows = [self.load_rows(x, slots) for x in chunks[i + 1 : i + 2]]
+        for i in range(self.chunks):
+            chunk, next_rows = self.chunk(draft, i), None
+            if i + 1 < self.chunks:
+                next_rows = self.load_rows(self.chunk(draft, i + 1), slots)
             self.steps(rState, chunk, self.chunk_o(draft.args, o_at, i))
             self.store_final(rState, chunk, slots)
-            for rows in next_rows:
-                self.state.store_registers(rState, rows)
+            if next_rows is not None:
+                self.state.store_registers(rState, next_rows)
         self.norm.finish(draft, self.tokens.o_address(draft.args, draft.coord))
 
     def chunk_o(self, args, o_at, i):
         return o_at + offset(i * self.chunk_rows, args.stride.o_c) if i else o_at
 
     def store_final(self, rState, draft, slots):
-        (_, _, _, _, size), coord, (read, write, _) = draft.args, draft.coord, slots
-        stores = (write > size.null_index) & ((draft.length > 0) | (write != read))
+        args, coord, (read, write, _) = draft.args, draft.coord, slots
+        stores = (write > args.size.null_index) & ((draft.length > 0) | (write != read))
         updated = self.state.load_registers(rState)
-        at = self.state.address(draft.args, coord, write, coord.first_row)
+        at = self.state.address(args, coord, write, coord.first_row)
         self.state.store(updated, at, coord, stores)
 
     @cute.jit

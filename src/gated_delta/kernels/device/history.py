@@ -72,21 +72,21 @@ class History:
 
     def k(self, draft, token):
         """k of a token; once staged, k_restored."""
-        return draft.shared + self.offset + self.layout.k(token)
+        return self.layout.k(draft.shared + self.offset, token)
 
     def later(self, draft, token):
         """KDA: the product of the decays behind a token."""
-        return draft.shared + self.offset + self.layout.later(draft.args.size.C, token)
+        return self.layout.later(draft.shared + self.offset, draft.args.size.C, token)
 
     def pairs(self, draft, t, token, count):
         """The pairs of `count` tokens from `token` on with the call's token t."""
-        at = draft.shared + self.offset + self.layout.pairs(draft.args.size.C, t, token)
-        return shared_vector(at, 2 * count)
+        at, C = draft.shared + self.offset, draft.args.size.C
+        return shared_vector(self.layout.pairs(at, C, t, token), 2 * count)
 
     def u(self, draft, token):
         """u of a token, of the tile's V rows."""
-        at = draft.shared + self.offset + self.layout.u(draft.args.size.C, token)
-        return shared_tensor(at, self.tile)
+        at, C = draft.shared + self.offset, draft.args.size.C
+        return shared_tensor(self.layout.u(at, C, token), self.tile)
 
     # ------------------------------------------------------------ global memory
 
@@ -135,7 +135,7 @@ class History:
             size, used, target = self.padded_K, self.state.K, self.k(draft, 0)
             k = Copy(k_at, stride.buffer_k_t, size, used, target, 4 * size, self.vector_position)
             self.copy_rows(draft, k)
-            target, step = draft.shared + self.offset + self.layout.u(C, 0), self.layout.u_words * 4
+            target, step = self.layout.u(draft.shared + self.offset, C, 0), self.layout.u_words * 4
             u = (u_at, stride.buffer_u_t, self.tile, self.tile, target, step, lambda x: x * 4)
             self.copy_rows(draft, Copy(*u))
         cute.arch.cp_async_commit_group()

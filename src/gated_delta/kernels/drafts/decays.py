@@ -62,22 +62,21 @@ class HeadDecays:
     def stage(self, draft, loaded, past):
         """Write beta and decays to shared memory, log decays and then zeros to the buffer."""
         (beta, g, parameters), coord, row = loaded, draft.coord, draft.row
+        buffer_at = buffer_address("log_decay", draft)
         if self.scalars.in_last_warp(draft):
             t = coord.thread % 32
             log_decay = self.tokens.log_decay(draft.args, g, parameters)
             paths = shared_tensor(draft.shared + self.paths, self.path_words)
             decay = cute.math.exp(log_decay)
             cumulative = self.tree.stage_paths(draft, paths, self.pair_row, decay)
-            at = buffer_address("log_decay", draft) + offset(
-                t, draft.args.stride.buffer_log_decay_t
-            )
+            at = buffer_at + offset(t, draft.args.stride.buffer_log_decay_t)
             inside = (coord.tile == 0) & (t < row.filled)
             ptx.store_if(Float32, at, ptx.select(t < draft.length, log_decay, Float32(0)), inside)
             self.scalars.stage(draft, beta, cumulative)
 
     def path(self, draft, at):
         """Two of the products."""
-        return shared_vector(draft.shared + self.paths + at, 2)
+        return shared_vector(draft.shared + (self.paths + at), 2)
 
     def of_token(self, draft, t):
         """A token's decay, of the lane's 8 channels: behind its parent, of the first token b_t."""
@@ -97,7 +96,7 @@ class Channel(NamedTuple):
     parameters: Any
     """A_log and dt_bias."""
     buffer_at: Any
-    """Of its log decays in the buffer."""
+    """Of the first token's log decays in the buffer."""
     rProduct: Any
     """b_t of the token before."""
     root: Float32
@@ -130,7 +129,7 @@ class ChannelDecays:
     @cute.jit
     def stage(self, draft, loaded, past):
         """Write beta and decays to shared memory, log decays and then zeros to the buffer."""
-        beta, gates = loaded
+        (beta, gates), buffer_at = loaded, buffer_address("log_decay", draft)
         if self.scalars.in_last_warp(draft):
             self.scalars.stage(draft, beta, Float32(0))
         for i in cutlass.range_constexpr(len(gates)):
@@ -138,9 +137,8 @@ class ChannelDecays:
             if channel < self.padded_K:
                 rProduct = cute.make_rmem_tensor((1,), Float32)
                 rProduct[0] = self.history.stage_channel_decays(draft, i, past)
-                at = buffer_address("log_decay", draft) + channel * 4
                 gs, parameters = gates[i]
-                of = Channel(channel, parameters, at, rProduct, rProduct[0])
+                of = Channel(channel, parameters, buffer_at, rProduct, rProduct[0])
                 self.stage_channel(draft, of, gs)
 
     @cute.jit
@@ -154,7 +152,7 @@ class ChannelDecays:
         if draft.coord.tile == 0 and channel.index < self.K:
             for t in cutlass.range(row.end, row.filled, unroll=1):
                 at = channel.buffer_at + offset(t, stride.buffer_log_decay_t)
-                ptx.store(Float32, at, Float32(0))
+                ptx.store(Float32, at + channel.index * 4, Float32(0))
 
     @cute.jit
     def store_decays(self, draft, channel, t0, gs):
@@ -174,7 +172,7 @@ class ChannelDecays:
             products[at] = rProduct[0]
             inside = (t < draft.row.end) & (draft.coord.tile == 0) & (index < self.K)
             log_decay_at = channel.buffer_at + offset(t, stride.buffer_log_decay_t)
-            ptx.store_if(Float32, log_decay_at, log_decay, inside)
+            ptx.store_if(Float32, log_decay_at + index * 4, log_decay, inside)
 
     def of_token(self, draft, t):
         """A token's decays, of the lane's 8 channels."""

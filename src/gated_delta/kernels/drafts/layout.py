@@ -141,12 +141,7 @@ def lay_out(facts: Facts) -> tuple[int, Any]:
     """Words of all regions; their offsets, by name."""
     offsets, end = {}, 0
     reuses = facts.mma_pairs and not facts.history
-    import os
-
-    regions = list(REGIONS)
-    if os.environ.get("OLD_ORDER") and not reuses:
-        regions.insert(5, regions.pop(3))
-    for region in regions:
+    for region in REGIONS:
         at = 0 if region.name == "products" and reuses else end
         offsets[region.name] = at
         end = max(end, at + region.words(facts))
@@ -179,21 +174,25 @@ class History(NamedTuple):
         """Rounded up to a multiple of BLOCK."""
         return (tokens + BLOCK - 1) // BLOCK * BLOCK
 
-    def k(self, token: Any) -> Any:
-        return self.padded_K + token * self.padded_K
+    # at: the first word's address.
 
-    def later(self, C: Any, token: Any) -> Any:
-        return self.k(self.rounded(C) + token)
+    def k(self, at: Any, token: Any) -> Any:
+        return at + self.padded_K + token * self.padded_K
 
-    def pairs(self, C: Any, t: Any, token: Any) -> Any:
+    def later(self, at: Any, C: Any, token: Any) -> Any:
+        return self.k(at, self.rounded(C) + token)
+
+    def pairs(self, at: Any, C: Any, t: Any, token: Any) -> Any:
         rounded = self.rounded(C)
-        return self.k(rounded * (1 + self.channel)) + 2 * (t * rounded + token)
+        return self.k(at, rounded * (1 + self.channel)) + 2 * (t * rounded + token)
 
-    def u(self, C: Any, token: Any) -> Any:
-        return self.pairs(C, self.token_tile, 0) + token * self.u_words
+    def u(self, at: Any, C: Any, token: Any) -> Any:
+        rounded = self.rounded(C)
+        pairs_at = self.k(at, rounded * (1 + self.channel))
+        return pairs_at + 2 * self.token_tile * rounded + token * self.u_words
 
     def words(self, C: Any) -> Any:
-        return self.u(C, C + self.token_tile + UNROLL)
+        return self.u(0, C, C + self.token_tile + UNROLL)
 
 
 def history_of(facts: Facts) -> History:

@@ -46,8 +46,8 @@ class WarpPairs:
             i = 8 * earlier + column
             akk_aqk = scaled(draft, t, i, inside, total(accumulators))
             for kq in range(2):
-                at = draft.shared + self.at(draft) + (2 * t + kq) * self.row + i
-                store_vector(Float32, at, akk_aqk[2 * kq : 2 * kq + 2], inside)
+                at = self.at(draft) + (2 * t + kq) * self.row + i
+                store_vector(Float32, draft.shared, at, akk_aqk[2 * kq : 2 * kq + 2], inside)
 
 
 class HeadPairs:
@@ -283,6 +283,6 @@ def load_pairs(draft, at, row, count):
     """Load the first `count` entries of a row of Akk or Aqk; at: offset of row 0."""
     entries = []
     for first in range(0, count, 4):
-        four = shared_vector(draft.shared + at + row + first, 4).load()
+        four = shared_vector(draft.shared + (at + row + first), 4).load()
         entries += [four[i] for i in range(4)]
     return entries[:count]

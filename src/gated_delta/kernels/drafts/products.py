@@ -29,7 +29,8 @@ class Operand:
     def at(self, m, k_block, step, part):
         """Offset of one mma.sync."""
         block = m * self.k_blocks + k_block
-        return self.offset + part * self.part_words + (2 * block + step) * 32 * self.words
+        at = self.offset + part * self.part_words
+        return at + block * (64 * self.words) + step * (32 * self.words)
 
     def load(self, draft, m, k_block, step, part):
         """This lane's words."""
@@ -48,13 +49,13 @@ class Operand:
             for part, step in itertools.product(range(2), range(2)):
                 at = self.at(t // 8, k_block, step, part) + (t % 8 * 4 + lane % 4) * self.words
                 words = [x[part][2 * step + i] for i in range(2) for x in of_rows]
-                store_vector(Uint32, draft.shared + at, words, k_block < self.k_blocks)
+                store_vector(Uint32, draft.shared, at, words, k_block < self.k_blocks)
 
 
 @cute.jit
-def store_vector(dtype, pointer, xs, condition):
+def store_vector(dtype, shared, at, xs, condition):
     if condition:
-        target = shared_vector(pointer, len(xs), dtype)
+        target = shared_vector(shared + at, len(xs), dtype)
         for i in cutlass.range_constexpr(len(xs)):
             target[i] = xs[i]
 
@@ -139,7 +140,7 @@ class Products:
             s_k0, s_k1, s_q0, s_q1 = total(accumulators)
             at = self.at(coord, 8 * m + coord.quad) + 2 * (8 * row + 2 * coord.quad_lane)
             inside = coord.quad < self.token_tile
-            store_vector(Float32, draft.shared + at, [s_k0, s_q0, s_k1, s_q1], inside)
+            store_vector(Float32, draft.shared, at, [s_k0, s_q0, s_k1, s_q1], inside)
 
     def at(self, coord, t):
         """Offset of S k and S q of a token and the warp's rows."""

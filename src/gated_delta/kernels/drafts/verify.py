@@ -216,8 +216,7 @@ class Verify:
         loaded, active = self.load(draft, read, active)
         o_at = self.tokens.o_address(args, coord)
         if active:
-            at = o_at + offset(coord.o_row, stride.o_c) + offset(start, stride.o_t)
-            self.verify(draft, read, loaded, at)
+            self.verify(draft, read, loaded, o_at)
         elif coord.stores_o:
             at = o_at + offset(coord.o_row, stride.o_c)
             for t in range(length):
@@ -268,7 +267,7 @@ class Verify:
         return v, z
 
     def verify(self, draft, slot, loaded, o_at):
-        """u and o of a sequence with work. o_at: address of its first token, the lane's row."""
+        """u and o of a sequence with work. o_at: address of o of token 0, row 0."""
         # Behind the branch: a wait for the parents must not hold up the loads of the state.
         parent = self.tree.load_parent(draft)
         self.stage_qk(draft, loaded.qk)
@@ -282,6 +281,8 @@ class Verify:
         v, z = self.products.mainloop(draft, loaded.state, late)
         self.history.add_products(draft, lambda t: self.products.of_token(draft, t))
         cute.arch.sync_warp()
+        stride = draft.args.stride
+        o_at = o_at + offset(draft.coord.o_row, stride.o_c) + offset(draft.start, stride.o_t)
         o, us = self.substitute(draft, pairs_at, v, o_at)
         self.history.fold(draft, slot, us)
         self.norm.finish(draft, o_at, o, z)
