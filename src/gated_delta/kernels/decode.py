@@ -37,13 +37,15 @@ from .arguments import (
     tile_rows,
 )
 from .device import arithmetic, levels, ptx
-from .device.args import Args, offset, typed
+from .device.args import Args, offset, tensor_at, typed
 from .device.history import History, buffer_address, decayed, store_buffer_k
+from .device.history_layout import HistoryLayout
 from .device.norm import GatedNorm, NoNorm
 from .device.recurrent import (
     Draft,
     StateRows,
     Tokens,
+    load_index,
     sequence_cta,
     sequence_grid,
     shared_tensor,
@@ -51,7 +53,6 @@ from .device.recurrent import (
     without,
 )
 from .device.tree import Chain
-from .drafts import layout
 
 Pointers, Strides, Sizes = (
     typed(DecodePointers, Int64),
@@ -172,7 +173,7 @@ class Decode:
         self.token_words = self.record + self.norm.token_words
         if f.history:
             offset = -(-(self.token_words + self.norm.barrier_words) // 4) * 4
-            row = layout.History(self.channel, self.padded_K, 1, self.tile)
+            row = HistoryLayout(self.channel, self.padded_K, 1, self.tile)
             history = History(self.state, row, offset, f.threads, Chain(self.state))
             self.past = Past(history, self.lanes_per_sum)
 
@@ -328,18 +329,12 @@ class Decode:
 
     def slots(self, args, coord):
         """The slot to read and the slot of the final state."""
-        ptr, stride, size = args.ptr, args.stride, args.size
-        accepted_at = ptr.num_accepted + offset(coord.n, stride.num_accepted_n)
+        size, n = args.size, coord.n
+        accepted_at = tensor_at(args, "num_accepted", n=n)
         accepted = ptx.load_count(accepted_at, size.num_accepted_kind, Int32(1))
         column = cutlass.max(cutlass.min(accepted, size.slots_per_sequence), 1) - 1
-        read_at = (
-            ptr.state_indices
-            + offset(coord.n, stride.state_indices_n)
-            + offset(column, stride.state_indices_t)
-        )
-        read = ptx.load_index(read_at, size.state_indices_kind, coord.n)
-        write_at = ptr.write_indices + offset(coord.n, stride.write_indices_n)
-        write = ptx.load_index(write_at, size.write_indices_kind, read)
+        read = load_index(args, "state_indices", n, n=n, t=column)
+        write = load_index(args, "write_indices", read, n=n)
         none = (size.update_state == 0) | (size.slots_per_sequence != 0)
         return read, Int32(select_(none, Int32(-1), write))
 
@@ -350,7 +345,7 @@ class Decode:
         o = self.update(rState, draft, draft.shared + t * self.record)
         self.norm.take(draft, o_at, t, o)
         if not self.past.unknown_state:
-            self.store_intermediate(rState, draft.args, draft.coord, t, intermediate_row)
+            self.store_intermediate(rState, draft, t, intermediate_row)
 
     def update(self, rState, draft, record):
         """Update the rows in rState with a record's token; returns o of o_row.
@@ -384,43 +379,25 @@ class Decode:
         return o
 
     @cute.jit
-    def store_intermediate(self, rState, args, coord, t, intermediate_row):
+    def store_intermediate(self, rState, draft, t, intermediate_row):
         """Store the state after token t: to intermediate_states, and to the token's slot [N, W]."""
-        ptr, stride, size = args.ptr, args.stride, args.size
+        args, coord, size = draft.args, draft.coord, draft.args.size
         # single_token: loading the row earlier costs 16 registers.
         if cutlass.const_expr(intermediate_row is None):
             intermediate_row = self.intermediate_row(args, coord)
-        at = ptr.intermediate_states + offset(intermediate_row, stride.intermediate_states_n)
-        at = (
-            at
-            + offset(t, stride.intermediate_states_t)
-            + offset(coord.hv, stride.intermediate_states_h)
-        )
-        rows = self.state.load_registers(rState)
-        self.state.store(
-            rows, at + coord.first_row * self.state.row_bytes, coord, intermediate_row >= 0
-        )
+        at = tensor_at(args, "intermediate_states", n=intermediate_row, t=t, h=coord.hv)
+        at = at + coord.first_row * self.state.row_bytes
+        self.state.store(self.state.load_registers(rState), at, coord, intermediate_row >= 0)
         if size.slots_per_sequence != 0 and size.update_state != 0:
-            slot_at = (
-                ptr.state_indices
-                + offset(coord.n, stride.state_indices_n)
-                + offset(t, stride.state_indices_t)
-            )
-            slot = ptx.load_index(slot_at, size.state_indices_kind, Int32(-1))
+            slot = load_index(args, "state_indices", Int32(-1), n=coord.n, t=t)
+            at = self.state.address(args, coord, slot, coord.first_row)
             rows = self.state.load_registers(rState)
-            self.state.store(
-                rows,
-                self.state.address(args, coord, slot, coord.first_row),
-                coord,
-                slot > size.null_index,
-            )
+            self.state.store(rows, at, coord, slot > size.null_index)
 
     def intermediate_row(self, args, coord):
         """The sequence's row of intermediate_states; negative: store none."""
-        ptr, stride, size = args.ptr, args.stride, args.size
-        row_at = ptr.intermediate_indices + offset(coord.n, stride.intermediate_indices_n)
-        default = Int32(select_(ptr.intermediate_states != 0, coord.n, Int32(-1)))
-        return ptx.load_index(row_at, size.intermediate_indices_kind, default)
+        default = Int32(select_(args.ptr.intermediate_states != 0, coord.n, Int32(-1)))
+        return load_index(args, "intermediate_indices", default, n=coord.n)
 
     # ------------------------------------------------------------ records: q and k
 

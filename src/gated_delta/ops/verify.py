@@ -1,4 +1,4 @@
-"""Host code of verify: arguments and their checks, schedules, launch. Kernel: kernels/drafts/verify.py."""
+"""Host code of verify: arguments and their checks, schedules, launch. Kernel: kernels/drafts/."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..kernels.arguments import (
     VerifyStrides,
     round_up_tokens,
 )
-from ..kernels.drafts.layout import Facts, shared_bytes
+from ..kernels.drafts.layout import Facts, Layout
 from ..problem import BUFFER, Checker, Problem, UnsupportedProblem
 from .launch import (
     LARGE,
@@ -232,7 +232,8 @@ def _token_tile(problem: Problem) -> int:
 
 
 def _fits(plan: Plan, C: int) -> bool:
-    return shared_bytes(Facts(**dict[str, Any](plan.variants[0].facts)), C) <= plan.gpu.shared
+    layout = Layout(Facts(**dict[str, Any](plan.variants[0].facts)))
+    return 4 * layout.shared_words(C) <= plan.gpu.shared
 
 
 class VerifyLaunch(TokensLaunch):

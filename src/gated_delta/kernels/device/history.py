@@ -7,7 +7,7 @@ They add sum_i u_i (k_restored_i . k_t) to S k_t, and the same with q_t to S q_t
 full, they and the call's tokens are folded into the state.
 
 The kernel is decode's for one token a sequence, where every lane of a V row has a share of the
-row's tokens, and verify's for more. Shared memory: History of drafts/layout.py.
+row's tokens, and verify's for more. Shared memory: history_layout.py.
 """
 
 from typing import Any, NamedTuple
@@ -19,8 +19,9 @@ from cutlass.cute.arch import shuffle_sync
 from cutlass.cutlass_dsl import select_
 
 from . import arithmetic, ptx
-from .args import offset, qk_head
-from .recurrent import StateRows, shared_tensor, shared_vector, thread_channels
+from .args import offset, qk_head, tensor_at
+from .history_layout import BLOCK, UNROLL, HistoryLayout, round_up
+from .recurrent import StateRows, load_index, shared_tensor, shared_vector, thread_channels
 from .tree import ROOT
 
 
@@ -55,10 +56,10 @@ class Copy(NamedTuple):
 class History:
     """Loads, staging and use. Group g of `lanes` threads has k of tokens g, g + groups, ...
 
-    `state` is that of the kernel; layout: drafts/layout.py, at `offset` of the shared memory.
+    `state` is that of the kernel; the layout lies at `offset` of the shared memory.
     """
 
-    def __init__(self, state: StateRows, layout, offset: int, threads: int, tree):
+    def __init__(self, state: StateRows, layout: HistoryLayout, offset: int, threads: int, tree):
         self.state, self.layout, self.offset = state, layout, offset
         self.threads, self.tree, self.channel = threads, tree, layout.channel
         self.tile, self.lanes, self.padded_K = layout.tile, state.lanes, state.padded_K
@@ -92,22 +93,18 @@ class History:
 
     def row(self, args, coord, length):
         """The sequence's row: it takes `length` more tokens, or is folded."""
-        ptr, stride, size = args.ptr, args.stride, args.size
-        at = ptr.buffer_indices + offset(coord.n, stride.buffer_indices_n)
-        index = ptx.load_index(at, size.buffer_indices_kind, coord.n)
-        at = ptr.buffer_lens + offset(coord.n, stride.buffer_lens_n)
-        count = ptx.load_count(at, size.buffer_lens_kind, Int32(0), exact=True)
-        first = cutlass.min(cutlass.max(count, -1 - count), size.C)  # ~m: m tokens, to fold
-        appends = (count >= 0) & (first + length <= size.C)
+        C, at = args.size.C, tensor_at(args, "buffer_lens", n=coord.n)
+        index = load_index(args, "buffer_indices", coord.n, n=coord.n)
+        count = ptx.load_count(at, args.size.buffer_lens_kind, Int32(0), exact=True)
+        first = cutlass.min(cutlass.max(count, -1 - count), C)  # ~m: m tokens, to fold
+        appends = (count >= 0) & (first + length <= C)
         end = Int32(select_(appends, length, Int32(0)))
         return Row(index, first, end, end)
 
     def tokens_at(self, args, coord, row):
         """Addresses of k and u of the row's first token, of the tile's V rows."""
-        ptr, stride = args.ptr, args.stride
-        h = qk_head(coord.hv, args.size.qk_head_factor)
-        k_at = ptr.buffer_k + offset(row, stride.buffer_k_r) + offset(h, stride.buffer_k_h)
-        u_at = ptr.buffer_u + offset(row, stride.buffer_u_r) + offset(coord.hv, stride.buffer_u_h)
+        k_at = tensor_at(args, "buffer_k", r=row, h=qk_head(coord.hv, args.size.qk_head_factor))
+        u_at = tensor_at(args, "buffer_u", r=row, h=coord.hv)
         return k_at, u_at + coord.tile * (self.tile * 4)
 
     @cute.jit
@@ -148,9 +145,9 @@ class History:
 
     @cute.jit
     def copy_column(self, draft, copy, vectors, vector):
-        shared, unroll = copy.target + copy.position(vector), self.layout.unroll
+        shared = copy.target + copy.position(vector)
         first, step = draft.coord.thread // vectors, self.threads // vectors
-        end = (draft.row.first + unroll - 1) // unroll * unroll
+        end = (draft.row.first + UNROLL - 1) // UNROLL * UNROLL
         for token in cutlass.range(first, end, step, unroll=1):
             ptx.cp_async_or_zero(
                 shared.toint() + token * copy.step,
@@ -169,17 +166,13 @@ class History:
 
         KDA: of BLOCK tokens before the last `done` ones, last to first, per channel of the thread.
         """
-        (ptr, _, _, stride, _), coord, row = draft.args, draft.coord, draft.row
-        head_at = (
-            ptr.buffer_log_decay
-            + offset(row.index, stride.buffer_log_decay_r)
-            + offset(coord.hv, stride.buffer_log_decay_h)
-        )
+        stride, coord, row = draft.args.stride, draft.coord, draft.row
+        head_at = tensor_at(draft.args, "buffer_log_decay", r=row.index, h=coord.hv)
         if not self.channel:
             token = coord.thread % 32
             at = head_at + offset(token, stride.buffer_log_decay_t)
             return ptx.load(Float32, at, active & (token < row.first))
-        tokens = [row.first - 1 - done - i for i in range(self.layout.block)]
+        tokens = [row.first - 1 - done - i for i in range(BLOCK)]
         return [
             [
                 ptx.load(
@@ -202,7 +195,7 @@ class History:
         rTotal = cute.make_rmem_tensor((1,), Float32)
         rTotal[0] = Float32(0)
         self.stage_block(draft, position, Int32(0), rTotal, log_decays[i])
-        for done in cutlass.range(self.layout.block, draft.row.first, self.layout.block, unroll=1):
+        for done in cutlass.range(BLOCK, draft.row.first, BLOCK, unroll=1):
             more = self.load_log_decays(draft, done, True)[i]
             self.stage_block(draft, position, done, rTotal, more)
         product = shared_tensor(self.product(draft), self.padded_K)
@@ -211,7 +204,7 @@ class History:
 
     @cute.jit
     def stage_block(self, draft, position, done, rTotal, log_decays):
-        for i in cutlass.range_constexpr(self.layout.block):
+        for i in cutlass.range_constexpr(BLOCK):
             token = draft.row.first - 1 - done - i
             if token >= 0:
                 later = shared_tensor(self.later(draft, token), self.padded_K)
@@ -244,9 +237,7 @@ class History:
         rK = cute.make_rmem_tensor((8,), Float32)
         rToken = cute.make_rmem_tensor((1,), Int32)
         warp_first = coord.thread // 32 * self.state.warp_groups
-        for first in cutlass.range(
-            warp_first, self.layout.rounded(row.first), self.groups, unroll=1
-        ):
+        for first in cutlass.range(warp_first, round_up(row.first), self.groups, unroll=1):
             token = first + coord.thread % 32 // self.lanes
             inside = token < row.first
             k = self.state.load_shared(self.k(draft, token), coord)
@@ -303,14 +294,9 @@ def buffer_k_address(draft, t):
 
     One CTA stores it for all value heads of a q/k head: the first tile of the first value head.
     """
-    (ptr, _, _, stride, size), coord, row = draft.args, draft.coord, draft.row
+    size, coord, row = draft.args.size, draft.coord, draft.row
     h = qk_head(coord.hv, size.qk_head_factor)
-    at = (
-        ptr.buffer_k
-        + offset(row.index, stride.buffer_k_r)
-        + offset(h, stride.buffer_k_h)
-        + offset(row.first + t, stride.buffer_k_t)
-    )
+    at = tensor_at(draft.args, "buffer_k", r=row.index, h=h, t=row.first + t)
     return at, (coord.tile == 0) & (coord.hv == h * size.group_size)
 
 
@@ -319,10 +305,8 @@ def buffer_address(part, draft):
 
     Of V row 0 of u; of KDA's log decay, of channel 0.
     """
-    name, row = f"buffer_{part}", draft.row
-    r, t, h = (getattr(draft.args.stride, f"{name}_{axis}") for axis in "rth")
-    at = getattr(draft.args.ptr, name) + offset(row.index, r) + offset(row.first, t)
-    return at + offset(draft.coord.hv, h)
+    row = draft.row
+    return tensor_at(draft.args, f"buffer_{part}", r=row.index, t=row.first, h=draft.coord.hv)
 
 
 def store_buffer_k(state, draft, t, k):

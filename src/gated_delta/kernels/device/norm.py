@@ -8,7 +8,7 @@ from cutlass.cutlass_dsl import select_
 
 from ..arguments import ABSENT
 from . import arithmetic, ptx
-from .args import offset
+from .args import offset, tensor_at
 from .recurrent import shared_tensor, shared_vector
 
 NORM = ("z", "norm_")
@@ -17,13 +17,7 @@ LOADS = 8  # elements of z per thread in flight
 
 
 def z_address(args, coord, dtype, token, row):
-    ptr, stride = args.ptr, args.stride
-    at = (
-        ptr.z
-        + offset(coord.n, stride.z_n)
-        + offset(token, stride.z_t)
-        + offset(coord.hv, stride.z_h)
-    )
+    at = tensor_at(args, "z", n=coord.n, t=token, h=coord.hv)
     return at + row * (dtype.width // 8)
 
 
@@ -34,7 +28,7 @@ def load_z(draft, dtype, t, row):
 
 
 def weight_address(args, row):
-    return args.ptr.norm_weight + offset(row, args.stride.norm_weight_c)
+    return tensor_at(args, "norm_weight", c=row)
 
 
 def load_weight(args, row, condition):

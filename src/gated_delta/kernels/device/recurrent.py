@@ -10,7 +10,7 @@ from cutlass.cutlass_dsl import select_
 
 from ..arguments import ABSENT, lanes_per_row
 from . import arithmetic, ptx
-from .args import DTYPES, Args, offset, qk_head
+from .args import DTYPES, Args, offset, qk_head, tensor_at
 
 
 def without(arguments, *prefixes):
@@ -40,6 +40,12 @@ def thread_channels(coord, padded_K, threads):
     return [coord.thread + first for first in range(0, padded_K, threads)]
 
 
+def load_index(args, name, absent, **indices):
+    """Load an index of a tensor by its name and indices; `absent` without the tensor."""
+    kind = getattr(args.size, f"{name}_kind")
+    return ptx.load_index(tensor_at(args, name, **indices), kind, absent)
+
+
 class StateRows:
     """`warp_rows` V rows in a warp's registers; `lanes` neighbouring lanes share a row.
 
@@ -67,12 +73,7 @@ class StateRows:
         return Int64(select_(keep_in_l2 != 0, Int64(ptx.EVICT_LAST), Int64(ptx.EVICT_NORMAL)))
 
     def address(self, args, coord, slot, row):
-        at = (
-            args.ptr.state
-            + offset(slot, args.stride.state_p)
-            + offset(coord.hv, args.stride.state_h)
-        )
-        at += row * self.row_bytes
+        at = tensor_at(args, "state", p=slot, h=coord.hv) + row * self.row_bytes
         return at + Int64(coord.layer) * args.ptr.state_l if self.layers else at
 
     def channel(self, coord, vector):
@@ -138,13 +139,8 @@ class StateRows:
 
     def prefetched_slot(self, args, coord):
         """(slot the sequence probably reads, True if it lies in the pool)."""
-        ptr, stride, size = args.ptr, args.stride, args.size
-        slot = ptx.load_index(
-            ptr.state_indices + offset(coord.n, stride.state_indices_n),
-            size.state_indices_kind,
-            coord.n,
-        )
-        return slot, (slot > size.null_index) & (slot < size.P)
+        slot = load_index(args, "state_indices", coord.n, n=coord.n)
+        return slot, (slot > args.size.null_index) & (slot < args.size.P)
 
     # ------------------------------------------------------------ registers
 
@@ -243,11 +239,9 @@ class Tokens:
 
     def span(self, args, coord):
         """(first token, number of tokens) of the sequence."""
-        at = args.ptr.cu_seqlens + offset(coord.n, args.stride.cu_seqlens_n)
-        start = ptx.load_index(at, args.size.cu_seqlens_kind, Int32(0))
-        end = ptx.load_index(
-            at + offset(1, args.stride.cu_seqlens_n), args.size.cu_seqlens_kind, args.size.T
-        )
+        at, kind = tensor_at(args, "cu_seqlens", n=coord.n), args.size.cu_seqlens_kind
+        start = ptx.load_index(at, kind, Int32(0))
+        end = ptx.load_index(at + offset(1, args.stride.cu_seqlens_n), kind, args.size.T)
         return start, cutlass.min(end - start, args.size.T)
 
     def prefetch(self, args, coord):
@@ -270,11 +264,8 @@ class Tokens:
     # ------------------------------------------------------------ q and k
 
     def qk_addresses(self, args, coord, token):
-        ptr, stride = args.ptr, args.stride
         h = qk_head(coord.hv, args.size.qk_head_factor)
-        q = ptr.q + offset(coord.n, stride.q_n) + offset(token, stride.q_t) + offset(h, stride.q_h)
-        k = ptr.k + offset(coord.n, stride.k_n) + offset(token, stride.k_t) + offset(h, stride.k_h)
-        return q, k
+        return [tensor_at(args, name, n=coord.n, t=token, h=h) for name in "qk"]
 
     def load_qk(self, draft, t):
         """Load this lane's channels of q and k of token t, as words."""
@@ -314,35 +305,18 @@ class Tokens:
     # ------------------------------------------------------------ v, beta and gates
 
     def v_address(self, args, coord, token, row):
-        ptr, stride = args.ptr, args.stride
-        at = (
-            ptr.v
-            + offset(coord.n, stride.v_n)
-            + offset(token, stride.v_t)
-            + offset(coord.hv, stride.v_h)
-        )
+        at = tensor_at(args, "v", n=coord.n, t=token, h=coord.hv)
         return at + row * (self.dtype.width // 8)
 
     def load_beta(self, draft, t, condition):
         """Load raw beta of token t as fp32."""
-        (ptr, _, _, stride, size), coord = draft.args, draft.coord
-        at = (
-            ptr.beta
-            + offset(coord.n, stride.beta_n)
-            + offset(draft.start + t, stride.beta_t)
-            + offset(coord.hv, stride.beta_h)
-        )
-        return ptx.load_scalar(at, Int32(select_(condition, size.beta_kind, Int32(ABSENT))))
+        args, coord = draft.args, draft.coord
+        at = tensor_at(args, "beta", n=coord.n, t=draft.start + t, h=coord.hv)
+        return ptx.load_scalar(at, Int32(select_(condition, args.size.beta_kind, Int32(ABSENT))))
 
     def g_address(self, args, coord, token, channel):
-        ptr, stride = args.ptr, args.stride
-        at = (
-            ptr.g
-            + offset(coord.n, stride.g_n)
-            + offset(token, stride.g_t)
-            + offset(coord.hv, stride.g_h)
-        )
-        return at if channel is None else at + offset(channel, stride.g_c)
+        channels = {} if channel is None else dict(c=channel)
+        return tensor_at(args, "g", n=coord.n, t=token, h=coord.hv, **channels)
 
     def load_g(self, draft, t, channel, condition):
         """Load raw g of token t and, for KDA, a channel."""
@@ -353,14 +327,12 @@ class Tokens:
         """Load (A_log, dt_bias); (None, None) for a gate without them."""
         if self.gate == "log":
             return None, None
-        (ptr, _, _, stride, size), coord = draft.args, draft.coord
-        dt_bias = ptr.dt_bias + offset(coord.hv, stride.dt_bias_h)
-        if channel is not None:
-            dt_bias += offset(channel, stride.dt_bias_c)
-        kind = Int32(select_(condition, size.dt_bias_kind, Int32(ABSENT)))
-        return ptx.load(
-            Float32, ptr.A_log + offset(coord.hv, stride.A_log_h), condition
-        ), ptx.load_scalar(dt_bias, kind)
+        args, hv = draft.args, draft.coord.hv
+        channels = {} if channel is None else dict(c=channel)
+        dt_bias = tensor_at(args, "dt_bias", h=hv, **channels)
+        kind = Int32(select_(condition, args.size.dt_bias_kind, Int32(ABSENT)))
+        A_log = ptx.load(Float32, tensor_at(args, "A_log", h=hv), condition)
+        return A_log, ptx.load_scalar(dt_bias, kind)
 
     def log_decay(self, args, g, parameters):
         return arithmetic.log_decay(self.gate, g, *parameters, args.bound)
@@ -369,14 +341,12 @@ class Tokens:
 
     def o_address(self, args, coord):
         """Address of o of token 0, row 0."""
-        return args.ptr.o + offset(coord.n, args.stride.o_n) + offset(coord.hv, args.stride.o_h)
+        return tensor_at(args, "o", n=coord.n, h=coord.hv)
 
     @cute.jit
     def zero_padding(self, args, coord, o_at):
         """Zero o's packed rows past cu_seqlens[-1]; sequence n zeroes every N-th row."""
-        ptr, stride, size = args.ptr, args.stride, args.size
-        last = ptx.load_index(
-            ptr.cu_seqlens + offset(size.N, stride.cu_seqlens_n), size.cu_seqlens_kind, Int32(0)
-        )
+        size = args.size
+        last = load_index(args, "cu_seqlens", Int32(0), n=size.N)
         for row in range(last + coord.n, size.total, size.N):
-            ptx.store(self.dtype, o_at + offset(row, stride.o_t), Float32(0))
+            ptx.store(self.dtype, o_at + offset(row, args.stride.o_t), Float32(0))

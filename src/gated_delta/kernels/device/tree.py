@@ -11,7 +11,7 @@ from cutlass.cute.arch import shuffle_sync, shuffle_sync_up
 from cutlass.cutlass_dsl import select_
 
 from . import ptx
-from .args import offset
+from .args import tensor_at
 
 ROOT = -1
 
@@ -73,11 +73,7 @@ class Tree:
 
     def parent_address(self, args, coord):
         """Address of the parent of the lane's token."""
-        return (
-            args.ptr.parents
-            + offset(coord.n, args.stride.parents_n)
-            + offset(coord.thread % 32, args.stride.parents_t)
-        )
+        return tensor_at(args, "parents", n=coord.n, t=coord.thread % 32)
 
     def prefetch(self, args, coord):
         """Prefetch the parents into L2 before the previous kernel ends (PDL)."""

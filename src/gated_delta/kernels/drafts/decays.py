@@ -11,7 +11,7 @@ from ..device import arithmetic, ptx
 from ..device.args import offset
 from ..device.history import buffer_address
 from ..device.recurrent import shared_tensor, shared_vector, thread_channels
-from .layout import Facts
+from .layout import Layout
 
 LOADS = 8  # tokens of g with loads in flight
 
@@ -46,11 +46,11 @@ class Scalars:
 class HeadDecays:
     """GDN: products of the decays behind each token's ancestors, and b_t, the product of all."""
 
-    def __init__(self, facts: Facts, offsets, tokens, tree, history):
-        self.scalars = Scalars(offsets.scalars, facts.warps, tokens)
-        self.tokens, self.tree, self.offset = tokens, tree, offsets.decays
-        self.paths, self.pair_row = offsets.paths, facts.pair_row
-        self.path_words = facts.token_tile * facts.pair_row
+    def __init__(self, layout: Layout, tokens, tree, history):
+        self.scalars = Scalars(layout.at.scalars, layout.warps, tokens)
+        self.tokens, self.tree, self.offset = tokens, tree, layout.at.decays
+        self.paths, self.pair_row = layout.at.paths, layout.pair_row
+        self.path_words = layout.tokens * layout.pair_row
 
     def load(self, draft):
         """Load beta and (g, gate parameters), one token per lane of the last warp."""
@@ -106,12 +106,13 @@ class Channel(NamedTuple):
 class ChannelDecays:
     """KDA: decays, and b_t, their products; a padded channel's are 1."""
 
-    def __init__(self, facts: Facts, offsets, tokens, tree, history):
-        self.scalars = Scalars(offsets.scalars, facts.warps, tokens)
+    def __init__(self, layout: Layout, tokens, tree, history):
+        self.scalars = Scalars(layout.at.scalars, layout.warps, tokens)
         self.tokens, self.state, self.tree, self.history = tokens, tokens.state, tree, history
-        self.K, self.padded_K, self.threads = facts.K, facts.padded_K, facts.threads
-        self.offset, self.cumulative = offsets.decays, offsets.cumulative
-        self.token_tile, self.words = facts.token_tile, facts.token_tile * facts.padded_K
+        self.K, self.threads = layout.facts.K, layout.facts.threads
+        self.offset, self.cumulative = layout.at.decays, layout.at.cumulative
+        self.token_tile, self.padded_K = layout.tokens, layout.padded_K
+        self.words = layout.rows_of_K
 
     def load(self, draft):
         """Load beta, one token per lane of the last warp; (g of the first tokens, parameters)."""

@@ -6,9 +6,10 @@ from cutlass import Float32, Int32
 from cutlass.cutlass_dsl import select_
 
 from ..device import ptx
-from ..device.args import offset
 from ..device.history import History, Row, decayed
-from ..device.recurrent import StateRows, shared_tensor
+from ..device.history_layout import UNROLL
+from ..device.recurrent import StateRows, load_index, shared_tensor
+from .layout import Facts
 
 FOLDED = 8  # V rows that a thread folds at once, if it has as many
 
@@ -24,8 +25,7 @@ class NoHistory:
     prefetch = load = wait = stage = add_products = fold = nothing
 
     def row(self, args, coord, length):
-        at = args.ptr.buffer_indices + offset(coord.n, args.stride.buffer_indices_n)
-        index = ptx.load_index(at, args.size.buffer_indices_kind, coord.n)
+        index = load_index(args, "buffer_indices", coord.n, n=coord.n)
         return Row(index, Int32(0), length, args.size.C)
 
     def active(self, draft, active):
@@ -43,13 +43,14 @@ class DraftHistory:
 
     unused = ()
 
-    def __init__(self, history: History, state_dtype: str, rows: int, kq: int, decays):
-        self.history, self.state, self.rows = history, history.state, rows
+    def __init__(self, history: History, facts: Facts, kq: int, decays):
+        self.history, self.state, self.rows = history, history.state, facts.rows
         self.kq, self.decays = kq, decays
         self.prefetch, self.row = history.prefetch, history.row
         self.stage_channel_decays = history.stage_channel_decays
-        self.folded = min(FOLDED, rows // self.state.warp_groups)
-        self.fold_rows = StateRows(self.state.K, state_dtype, self.folded * self.state.warp_groups)
+        self.folded = min(FOLDED, facts.rows // self.state.warp_groups)
+        rows = self.folded * self.state.warp_groups
+        self.fold_rows = StateRows(facts.K, facts.state_dtype, rows)
 
     def active(self, draft, active):
         return active & ((draft.args.size.folds != 0) | (draft.row.end == draft.length))
@@ -81,8 +82,7 @@ class DraftHistory:
 
         products_at: (t) -> S k and S q in shared memory.
         """
-        coord, tile = draft.coord, self.history.tile
-        unroll, channel = self.history.layout.unroll, self.history.channel
+        coord, tile, channel = draft.coord, self.history.tile, self.history.channel
         cute.arch.sync_threads()
         v_row = coord.o_row - coord.tile * tile
         own = Int32(select_(coord.stores_o, draft.length, Int32(0)))
@@ -92,9 +92,9 @@ class DraftHistory:
             if cutlass.const_expr(not channel):
                 decay = shared_tensor(self.history.product(draft), self.state.padded_K)[0]
                 s_k, s_q = s_k * decay, s_q * decay
-            for first in cutlass.range(0, draft.row.first, unroll, unroll=1):
-                us = [self.history.u(draft, first + i)[v_row] for i in range(unroll)]
-                for i in cutlass.range_constexpr(0, unroll, 2):
+            for first in cutlass.range(0, draft.row.first, UNROLL, unroll=1):
+                us = [self.history.u(draft, first + i)[v_row] for i in range(UNROLL)]
+                for i in cutlass.range_constexpr(0, UNROLL, 2):
                     pairs = self.history.pairs(draft, t, first + i, 2).load()
                     for j in cutlass.range_constexpr(2):
                         s_k = cute.math.fma(pairs[2 * j], us[i + j], s_k)

@@ -16,7 +16,7 @@ from cutlass.cutlass_dsl import select_
 
 from ..device import arithmetic, ptx
 from ..device.recurrent import shared_tensor, shared_vector
-from .layout import Facts
+from .layout import Layout
 from .products import Operand, store_vector, total
 
 RANGE = 2.0**80  # mma_pairs divides by b_t if every 1 / RANGE <= b_t <= RANGE
@@ -25,15 +25,12 @@ RANGE = 2.0**80  # mma_pairs divides by b_t if every 1 / RANGE <= b_t <= RANGE
 class WarpPairs:
     """A warp's Akk and Aqk, from the tensor cores: a copy per warp saves a barrier."""
 
-    def __init__(self, facts: Facts, offsets):
-        self.offset, self.row, self.token_tile = (
-            offsets.warp_pairs,
-            facts.pair_row,
-            facts.token_tile,
-        )
+    def __init__(self, layout: Layout):
+        self.offset, self.row, self.tokens = layout.at.warp_pairs, layout.pair_row, layout.tokens
+        self.words = layout.pair_words
 
     def at(self, draft):
-        return self.offset + draft.coord.thread // 32 * (2 * self.row * self.row)
+        return self.offset + draft.coord.thread // 32 * self.words
 
     def store(self, draft, m, pairs, scaled):
         """Write the pairs of eight tokens t: a lane has tokens i and i + 1 of each.
@@ -41,7 +38,7 @@ class WarpPairs:
         scaled: (draft, t, i, inside, Akk and Aqk) -> what to write.
         """
         t, column = 8 * m + draft.coord.quad, 2 * draft.coord.quad_lane
-        inside = (draft.coord.quad < self.token_tile) & (column < self.token_tile)
+        inside = (draft.coord.quad < self.tokens) & (column < self.tokens)
         for earlier, accumulators in enumerate(pairs):
             i = 8 * earlier + column
             akk_aqk = scaled(draft, t, i, inside, total(accumulators))
@@ -53,8 +50,8 @@ class WarpPairs:
 class HeadPairs:
     """GDN's, in the mainloop."""
 
-    def __init__(self, facts: Facts, offsets, decays):
-        self.warp, self.decays = WarpPairs(facts, offsets), decays
+    def __init__(self, layout: Layout, decays):
+        self.warp, self.decays = WarpPairs(layout), decays
 
     def tiles(self, m):
         """Right operands of eight tokens for the left operand's tile m."""
@@ -84,12 +81,13 @@ class LanePairs:
     count: tokens t, of trees i, per iteration. k_over_b: an operand for k_t / b_t.
     """
 
-    def __init__(self, facts: Facts, offsets, state, kq: Operand, count, k_over_b=None):
+    def __init__(self, layout: Layout, state, kq: Operand, count, k_over_b=None):
         self.k_over_b = k_over_b
-        self.state, self.kq, self.count, self.offset = state, kq, count, offsets.cta_pairs
-        self.rows_at, self.decays, self.cumulative = offsets.kq, offsets.decays, offsets.cumulative
-        self.lanes, self.padded_K, self.row = state.lanes, state.padded_K, facts.pair_row
-        self.groups = facts.threads // self.lanes
+        at, self.words = layout.at, layout.pair_words
+        self.state, self.kq, self.count, self.offset = state, kq, count, at.cta_pairs
+        self.rows_at, self.decays, self.cumulative = at.kq, at.decays, at.cumulative
+        self.lanes, self.padded_K, self.row = state.lanes, state.padded_K, layout.pair_row
+        self.groups = layout.facts.threads // self.lanes
 
     def tiles(self, m):
         return 0
@@ -236,17 +234,17 @@ class LanePairs:
         if lane % lanes_per_sum == 0:
             t, i = tokens_of(lane // lanes_per_sum // 2)
             kq = lane // lanes_per_sum % 2
-            pairs = shared_tensor(draft.shared + self.offset, 2 * self.row * self.row)
+            pairs = shared_tensor(draft.shared + self.offset, self.words)
             pairs[(2 * t + kq) * self.row + i] = product
 
 
 class MmaPairs:
     """KDA's in the mainloop, or on CUDA cores: registers are few there and this is rare."""
 
-    def __init__(self, facts: Facts, offsets, state, kq: Operand):
-        self.warp, self.m_tiles = WarpPairs(facts, offsets), facts.m_tiles
-        self.k_over_b = Operand(facts, state, kq.dtype, offsets.k_over_b, 2)
-        self.lanes = LanePairs(facts, offsets, state, kq, 1, self.k_over_b)
+    def __init__(self, layout: Layout, state, kq: Operand):
+        self.warp, self.m_tiles = WarpPairs(layout), layout.m_tiles
+        self.k_over_b = Operand(layout, state, kq.dtype, layout.at.k_over_b, 2)
+        self.lanes = LanePairs(layout, state, kq, 1, self.k_over_b)
 
     def tiles(self, m):
         return m + 1

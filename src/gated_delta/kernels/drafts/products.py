@@ -13,7 +13,7 @@ from cutlass import BFloat16, Float32, Uint32
 
 from ..device import ptx
 from ..device.recurrent import shared_vector
-from .layout import Facts
+from .layout import Layout
 
 
 class Operand:
@@ -22,9 +22,9 @@ class Operand:
     A lane has `words` words of one mma.sync: two channels (fp32) or pairs of channels (bf16) each.
     """
 
-    def __init__(self, facts: Facts, state, dtype, offset, words):
+    def __init__(self, layout: Layout, state, dtype, offset, words):
         self.state, self.dtype, self.offset, self.words = state, dtype, offset, words
-        self.k_blocks, self.part_words = facts.k_blocks, facts.m_tiles * facts.k_blocks * 64 * words
+        self.k_blocks, self.part_words = layout.k_blocks, layout.operand_blocks // 2 * words
 
     def at(self, m, k_block, step, part):
         """Offset of one mma.sync."""
@@ -39,7 +39,7 @@ class Operand:
         return [words[i] for i in range(self.words)]
 
     def store(self, draft, t, rows):
-        """Split and write a token's rows (k and q, or k / b), this lane's eight channels of each."""
+        """Split and write a token's k and q, or k / b: this lane's eight channels of each."""
         size, lane, parts = self.state.vector_size, draft.coord.lane, []
         for vector in range(self.state.vectors):
             channels = slice(vector * size, (vector + 1) * size)
@@ -63,14 +63,14 @@ def store_vector(dtype, shared, at, xs, condition):
 class Products:
     """late_k_block: before it the mainloop issues late loads."""
 
-    def __init__(self, facts: Facts, offset, state, kq: Operand, pairs, late_k_block):
-        self.state, self.kq, self.pairs, self.offset = state, kq, pairs, offset
-        self.rows, self.k_blocks, self.m_tiles = facts.rows, facts.k_blocks, facts.m_tiles
-        self.token_tile, self.token_words = facts.token_tile, facts.product_words
+    def __init__(self, layout: Layout, state, kq: Operand, pairs, late_k_block):
+        self.state, self.kq, self.pairs, self.offset = state, kq, pairs, layout.at.products
+        self.rows, self.k_blocks, self.m_tiles = layout.facts.rows, layout.k_blocks, layout.m_tiles
+        self.token_tile, self.token_words = layout.tokens, layout.product_words
         self.late_k_block = late_k_block
         self.exact = state.dtype is BFloat16  # bf16 has no low part; fp16's low part is exact
         # Per product; mma.syncs of two overlap. mma_pairs: one, for registers.
-        self.accumulators = 1 if facts.mma_pairs else 2
+        self.accumulators = 1 if layout.facts.mma_pairs else 2
 
     def load_state(self, draft, slot, active):
         """Load this lane's 16-byte vectors of its warp's rows quad, quad + 8, ..."""

@@ -44,6 +44,7 @@ from ..device.recurrent import (
     Draft,
     StateRows,
     Tokens,
+    load_index,
     sequence_cta,
     sequence_grid,
     without,
@@ -51,7 +52,7 @@ from ..device.recurrent import (
 from ..device.tree import Chain, Tree, add_if_on
 from .decays import ChannelDecays, HeadDecays
 from .history import DraftHistory, NoHistory
-from .layout import ROW_GROUP, Facts, history_of, lay_out
+from .layout import ROW_GROUP, Facts, Layout
 from .pairs import HeadPairs, LanePairs, MmaPairs, load_pairs
 from .products import Operand, Products
 
@@ -102,18 +103,16 @@ class Verify:
     arguments = (Pointers, Float32, Float32, Strides, Sizes)
 
     def __init__(self, **facts):
-        self.facts = f = Facts(**facts)
-        self.shared, at = lay_out(f)
+        f = Facts(**facts)
+        self.layout = layout = Layout(f)
         self.state = StateRows(f.K, f.state_dtype, f.rows)
         self.tokens = Tokens(self.state, f.axis, f.dtype, f.g_dtype, f.gate, f.qk_l2norm, f.aligned)
         self.token_tile, self.rows, self.threads = f.token_tile, f.rows, f.threads
-        self.channel, self.tile, self.tiles = f.channel, f.tile, f.V // f.tile
+        self.channel, self.tile, self.tiles = layout.channel, layout.tile, f.V // layout.tile
         self.groups = f.threads // self.state.lanes  # tokens' q and k per access of the CTA
-        self.kq_offset, self.pair_row = at.kq, f.pair_row
-        self.stages_kq = f.channel or f.history
         self.norm = NoRowNorm(self.tokens.dtype)
         if f.norm:
-            sums = at.squares, ROW_GROUP, f.square_words
+            sums = layout.at.squares, ROW_GROUP, layout.square_words
             self.norm = RowNorm(f.V, self.tokens.dtype, f.token_tile, *sums)
         # With a norm registers are few.
         self.tree = Chain(self.state, f.token_tile, 4 if f.norm else f.token_tile)
@@ -121,12 +120,13 @@ class Verify:
             self.tree = Tree(self.state, f.token_tile)
         self.history = history = NoHistory()
         if f.history:
-            history = History(self.state, history_of(f), self.shared, f.threads, self.tree)
-        decays = ChannelDecays if f.channel else HeadDecays
-        self.decays = decays(f, at, self.tokens, self.tree, history)
+            row = layout.history, layout.words, f.threads
+            history = History(self.state, *row, self.tree)
+        decays = ChannelDecays if layout.channel else HeadDecays
+        self.decays = decays(layout, self.tokens, self.tree, history)
         if f.history:
-            self.history = DraftHistory(history, f.state_dtype, f.rows, at.kq, self.decays)
-        self.plan_products(f, at)
+            self.history = DraftHistory(history, f, layout.at.kq, self.decays)
+        self.plan_products(f, layout)
         # ptxas would take a few more than 128 registers; a limit of 512 threads caps them, so that
         # four CTAs fit on an SM.
         capped = (
@@ -134,37 +134,37 @@ class Verify:
             and f.token_tile == 8
             and f.rows == 32
             and f.mma_pairs != f.norm
-            and f.padded_K == f.K
+            and layout.padded_K == f.K
         )
         self.limits = dict(max_number_threads=(512, 1, 1)) if capped else {}
 
-    def plan_products(self, f, at):
+    def plan_products(self, f, layout):
         """The tensor cores' part, and which loads wait for it."""
         # k b_t leaves the range of fp16, so fp16 states use bf16 operands.
         fp32 = self.state.dtype is Float32
-        self.kq = Operand(f, self.state, Float32 if fp32 else BFloat16, at.kq_operand, 4)
+        self.kq = Operand(
+            layout, self.state, Float32 if fp32 else BFloat16, layout.at.kq_operand, 4
+        )
         if f.mma_pairs:
-            self.pairs = MmaPairs(f, at, self.state, self.kq)
-        elif f.channel:
-            self.pairs = LanePairs(f, at, self.state, self.kq, min(4, f.token_tile))
+            self.pairs = MmaPairs(layout, self.state, self.kq)
+        elif layout.channel:
+            self.pairs = LanePairs(layout, self.state, self.kq, min(4, f.token_tile))
         else:
-            self.pairs = HeadPairs(f, at, self.decays)
+            self.pairs = HeadPairs(layout, self.decays)
         # Where registers limit occupancy, v (mma_pairs) and z are prefetched into L2 and loaded in
         # the mainloop, before k_block late_k_block: with a norm the last, when most of the state's
         # registers are free.
         self.late_v = f.mma_pairs and not fp32 and f.rows > 16
-        few = f.token_tile <= (8 if f.channel else 4)
+        few = f.token_tile <= (8 if layout.channel else 4)
         self.late_z = f.norm and not (fp32 and f.rows > 16 and few)
-        late_k_block = f.k_blocks - 1 if f.norm else 0
-        self.products = Products(f, at.products, self.state, self.kq, self.pairs, late_k_block)
+        late_k_block = layout.k_blocks - 1 if f.norm else 0
+        self.products = Products(layout, self.state, self.kq, self.pairs, late_k_block)
 
     @cute.jit
     def __call__(
         self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream
     ):
-        words = self.shared
-        if cutlass.const_expr(self.facts.history):
-            words = words + self.history.history.layout.words(size.C)
+        words = self.layout.shared_words(size.C)
         unused = (*self.norm.unused, *self.tree.unused, *self.history.unused)
         ptr, stride, size = (without(x, *unused) for x in (ptr, stride, size))
         self.kernel(ptr, scale, bound, stride, size).launch(
@@ -205,10 +205,9 @@ class Verify:
 
     @cute.jit
     def sequence(self, args, coord):
-        ptr, stride, size = args.ptr, args.stride, args.size
+        stride, size = args.stride, args.size
         start, length = self.tokens.span(args, coord)
-        read_at = ptr.state_indices + offset(coord.n, stride.state_indices_n)
-        read = ptx.load_index(read_at, size.state_indices_kind, coord.n)
+        read = load_index(args, "state_indices", coord.n, n=coord.n)
         row = self.history.row(args, coord, length)
         active = (read > size.null_index) & (row.index >= 0)
         shared = cute.arch.get_dyn_smem(Float32, 16)
@@ -308,8 +307,8 @@ class Verify:
         q_scale, k_scale = self.tokens.qk_scales(draft.args, q, k)
         k, q = [x * k_scale for x in k], [x * q_scale for x in q]
         if t < draft.length:
-            if cutlass.const_expr(self.stages_kq):
-                at, padded_K = draft.shared + self.kq_offset, self.state.padded_K
+            if cutlass.const_expr(self.layout.keeps_kq):
+                at, padded_K = draft.shared + self.layout.at.kq, self.state.padded_K
                 self.state.store_shared(at + 2 * t * padded_K, draft.coord, k)
                 self.state.store_shared(at + (2 * t + 1) * padded_K, draft.coord, q)
             if cutlass.const_expr(not self.channel):
@@ -348,7 +347,7 @@ class Verify:
             skq = self.products.of_token(draft, t)
             s_k, s_q = self.decays.scaled((skq[0], skq[1]), cumulative)
             path, residual = self.tree.path_of(draft, t), v[t] - s_k
-            akk, aqk = 2 * t * self.pair_row, (2 * t + 1) * self.pair_row
+            akk, aqk = 2 * t * self.layout.pair_row, (2 * t + 1) * self.layout.pair_row
             for i, a in enumerate(load_pairs(draft, pairs_at, akk, t)):
                 residual = add_if_on(path, i, fma(-a, us[i], residual), residual)
             us = [*us, ptx.select(t < draft.length, residual * beta, Float32(0))]
