@@ -43,9 +43,11 @@ from .device.history_layout import HistoryLayout
 from .device.norm import GatedNorm, NoNorm
 from .device.recurrent import (
     Draft,
+    Loaded,
     StateRows,
     Tokens,
     load_index,
+    nothing,
     sequence_cta,
     sequence_grid,
     shared_tensor,
@@ -94,20 +96,6 @@ class Slots(NamedTuple):
     """The slot of the final state."""
     active: Any
     """Whether the sequence is."""
-
-
-class Loaded(NamedTuple):
-    """What a thread loads before it waits."""
-
-    qk: Any
-    """q and k of its first token, as words."""
-    gates: Any
-    v: Any
-    past: Any
-    """Log decays of the buffer's row."""
-    rows: Any
-    """Rows of the state, of the first chunk."""
-    z: Any
 
 
 class Facts(NamedTuple):
@@ -275,7 +263,7 @@ class Decode:
         v = [self.load_v(draft, i) for i in self.v_elements(thread, self.v_loads)]
         past = self.past.load(draft, slots.active)
         rows = self.load_rows(draft, slots)
-        return Loaded(qk, gates, v, past, rows, self.norm.load_first(draft))
+        return Loaded(qk, gates, past, rows, v, self.norm.load_first(draft))
 
     def load_rows(self, draft, slots):
         """Load the rows of the state's chunk that the coord has."""
@@ -286,12 +274,13 @@ class Decode:
     def decode(self, draft, slots, loaded, o_at):
         """All tokens of an active sequence. o_at: address of token 0, o_row of the first chunk."""
         self.norm.init_barrier(draft)
-        self.stage_qk(draft, loaded.qk)
+        more = not self.single_token
+        self.tokens.stage_qk(draft, self.groups, more, loaded.qk, self.store_qk)
         self.stage_gates(draft, loaded.gates)
         self.stage_v(draft, loaded.v)
         self.norm.stage(draft, loaded.z)
         rState = cute.make_rmem_tensor((4 * self.state.vectors, self.rows), Uint32)
-        self.state.store_registers(rState, loaded.rows)
+        self.state.store_registers(rState, loaded.state)
         later = self.past.stage_decays(draft, loaded.past)
         cute.arch.sync_threads()
         self.past.stage(draft, self.padded_K, self.decay_offset, later)
@@ -402,19 +391,8 @@ class Decode:
     # ------------------------------------------------------------ records: q and k
 
     @cute.jit
-    def stage_qk(self, draft, qk):
-        """Write k.q, normalised k, normalised and scaled q: one token per group and round."""
-        thread, length = draft.coord.thread, draft.length
-        first_of_warp = (thread // 32) * self.state.warp_groups
-        if first_of_warp < length:
-            self.store_qk(draft, thread // self.lanes, qk)
-        if cutlass.const_expr(not self.single_token):
-            for first in cutlass.range(first_of_warp + self.groups, length, self.groups, unroll=1):
-                t = first + (thread % 32) // self.lanes
-                self.store_qk(draft, t, self.tokens.load_qk(draft, t))
-
-    @cute.jit
     def store_qk(self, draft, t, qk):
+        """Write a token's k.q, normalised k, normalised and scaled q."""
         q, k = [ptx.unpack(words, self.tokens.dtype) for words in qk]
         kq = arithmetic.sum_lanes(arithmetic.dot(k, q), self.lanes)
         q_scale, k_scale = self.tokens.qk_scales(draft.args, q, k)
@@ -562,9 +540,6 @@ class NoPast:
 
     def __init__(self, state, lanes_per_sum):
         self.state, self.lanes_per_sum = state, lanes_per_sum
-
-    def nothing(self, *_):
-        return None
 
     prefetch = row = load = stage_decays = stage = store_k = store_log_decay = nothing
 

@@ -37,20 +37,19 @@ class Row(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """Rows of global memory to copy to shared memory, and zeros up to UNROLL rows."""
+    """Rows of global memory to copy to shared memory, and zeros up to UNROLL rows.
+
+    size: numbers of a row in shared memory, of which global memory has `used`. position: of a row's
+    vector of four numbers in a row of `target`; its rows are `step` bytes apart.
+    """
 
     at: Any
     stride: Any
     size: int
-    """Numbers of a row in shared memory."""
     used: int
-    """Numbers of a row in global memory."""
     target: Any
-    """Address of the first row in shared memory."""
     step: int
-    """Bytes between its rows."""
     position: Any
-    """Function from a row's vector of four numbers to its position in shared memory."""
 
 
 class History:

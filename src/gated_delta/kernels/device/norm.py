@@ -9,7 +9,7 @@ from cutlass.cutlass_dsl import select_
 from ..arguments import ABSENT
 from . import arithmetic, ptx
 from .args import offset, tensor_at
-from .recurrent import shared_tensor, shared_vector
+from .recurrent import nothing, shared_tensor, shared_vector
 
 NORM = ("z", "norm_")
 """How the names of a norm's arguments begin."""
@@ -69,9 +69,6 @@ class NoNorm:
 
     def __init__(self, dtype):
         self.dtype = dtype
-
-    def nothing(self, *_):
-        return None
 
     prefetch = load_first = init_barrier = stage = wait_for_cluster = finish = nothing
 
@@ -257,9 +254,6 @@ class NoRowNorm:
 
     def __init__(self, dtype):
         self.dtype = dtype
-
-    def nothing(self, *_):
-        return None
 
     prefetch = load = finish = nothing
 

@@ -200,6 +200,10 @@ def shared_vector(pointer, count, dtype=Float32):
     return shared_tensor(cute.make_ptr(dtype, address, smem, assumed_align=4 * count), count)
 
 
+def nothing(*_):
+    """A method of an absent part."""
+
+
 class Draft(NamedTuple):
     """A sequence's tokens in a call, for a thread."""
 
@@ -214,6 +218,19 @@ class Draft(NamedTuple):
     """Row of history.py: where the tokens go in a buffer."""
     path: Any = None
     """Of trees: tree.py."""
+
+
+class Loaded(NamedTuple):
+    """What decode or verify loads for a draft before it waits."""
+
+    qk: Any
+    """q and k of the thread's first token, as words."""
+    gates: Any
+    past: Any
+    """Log decays of the buffer's row."""
+    state: Any
+    v: Any
+    z: Any
 
 
 class Tokens:
@@ -271,6 +288,21 @@ class Tokens:
         """Load this lane's channels of q and k of token t, as words."""
         addresses = self.qk_addresses(draft.args, draft.coord, draft.start + t)
         return [self.load_channels(at, draft.coord, t < draft.length) for at in addresses]
+
+    @cute.jit
+    def stage_qk(self, draft, groups, more, qk, store):
+        """Call store(draft, t, words of q and k) for every token: one per group and round.
+
+        qk: of the first round. more: False if all tokens are in the first round.
+        """
+        thread, length, lanes = draft.coord.thread, draft.length, self.state.lanes
+        first_of_warp = (thread // 32) * self.state.warp_groups
+        if first_of_warp < length:
+            store(draft, thread // lanes, qk)
+        if cutlass.const_expr(more):
+            for first in cutlass.range(first_of_warp + groups, length, groups, unroll=1):
+                t = first + (thread % 32) // lanes
+                store(draft, t, self.load_qk(draft, t))
 
     def load_channels(self, address, coord, condition):
         size, words = self.dtype.width // 8, []

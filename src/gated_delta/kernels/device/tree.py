@@ -12,6 +12,7 @@ from cutlass.cutlass_dsl import select_
 
 from . import ptx
 from .args import tensor_at
+from .recurrent import nothing
 
 ROOT = -1
 
@@ -33,9 +34,6 @@ class Chain:
 
     def __init__(self, state, tokens=1, unroll=1):
         self.state, self.tokens, self.unroll = state, tokens, unroll
-
-    def nothing(self, *_):
-        return None
 
     prefetch = load_parent = path = path_of = load_root = nothing
 

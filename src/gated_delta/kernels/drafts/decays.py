@@ -90,7 +90,7 @@ class HeadDecays:
 
 
 class Channel(NamedTuple):
-    """A thread's channel of KDA."""
+    """A thread's channel of KDA. rProduct: b_t of the token before; root: b before the first."""
 
     index: Int32
     parameters: Any
@@ -98,9 +98,7 @@ class Channel(NamedTuple):
     buffer_at: Any
     """Of the first token's log decays in the buffer."""
     rProduct: Any
-    """b_t of the token before."""
     root: Float32
-    """b before the first token."""
 
 
 class ChannelDecays:

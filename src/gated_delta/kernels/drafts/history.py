@@ -8,7 +8,7 @@ from cutlass.cutlass_dsl import select_
 from ..device import ptx
 from ..device.history import History, Row, decayed
 from ..device.history_layout import UNROLL
-from ..device.recurrent import StateRows, load_index, shared_tensor
+from ..device.recurrent import StateRows, load_index, nothing, shared_tensor
 from .layout import Facts
 
 FOLDED = 8  # V rows that a thread folds at once, if it has as many
@@ -18,9 +18,6 @@ class NoHistory:
     """The state lacks no tokens: the call's are the first of their row, padded with zeros."""
 
     unused = ("buffer_lens", "buffer_rows", "folds")
-
-    def nothing(self, *_):
-        return None
 
     prefetch = load = wait = stage = add_products = fold = nothing
 

@@ -29,7 +29,7 @@ Order of work:
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -42,6 +42,7 @@ from ..device.history import History, buffer_address, buffer_k_address, store_bu
 from ..device.norm import NoRowNorm, RowNorm
 from ..device.recurrent import (
     Draft,
+    Loaded,
     StateRows,
     Tokens,
     load_index,
@@ -82,19 +83,6 @@ class Coord(NamedTuple):
     """The V row whose u and o the thread computes."""
     stores_o: cutlass.Boolean
     """False for lanes without a row: a warp may have fewer than 32 rows."""
-
-
-class Loaded(NamedTuple):
-    """What a thread loads before it waits."""
-
-    qk: Any
-    """q and k of its first token, as words."""
-    gates: Any
-    past: Any
-    """Log decays of the buffer's row."""
-    state: Any
-    v: Any
-    z: Any
 
 
 class Verify:
@@ -269,7 +257,9 @@ class Verify:
         """u and o of a sequence with work. o_at: address of o of token 0, row 0."""
         # Behind the branch: a wait for the parents must not hold up the loads of the state.
         parent = self.tree.load_parent(draft)
-        self.stage_qk(draft, loaded.qk)
+        more = self.token_tile > self.groups
+        self.tokens.stage_qk(draft, self.groups, more, loaded.qk, self.store_qk)
+        self.zero_buffer_k(draft)
         draft = draft._replace(path=self.tree.path(draft, parent))
         self.decays.stage(draft, loaded.gates, loaded.past)
         self.history.wait()
@@ -289,20 +279,8 @@ class Verify:
     # ------------------------------------------------------------ q and k
 
     @cute.jit
-    def stage_qk(self, draft, qk):
-        """Write k and q, normalised and q scaled: one token per group of lanes and round."""
-        thread, length, lanes = draft.coord.thread, draft.length, self.state.lanes
-        first_of_warp = (thread // 32) * self.state.warp_groups
-        if first_of_warp < length:
-            self.store_qk(draft, thread // lanes, qk)
-        if cutlass.const_expr(self.token_tile > self.groups):
-            for first in cutlass.range(first_of_warp + self.groups, length, self.groups, unroll=1):
-                t = first + (thread % 32) // lanes
-                self.store_qk(draft, t, self.tokens.load_qk(draft, t))
-        self.zero_buffer_k(draft)
-
-    @cute.jit
     def store_qk(self, draft, t, qk):
+        """Write a token's k and q, normalised and q scaled."""
         q, k = [ptx.unpack(words, self.tokens.dtype) for words in qk]
         q_scale, k_scale = self.tokens.qk_scales(draft.args, q, k)
         k, q = [x * k_scale for x in k], [x * q_scale for x in q]
