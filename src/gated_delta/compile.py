@@ -143,7 +143,8 @@ def sources(kernel: str) -> str:
 
 def _module(kernel: str) -> str:
     """A kernel's module in this package: kernels.decode, kernels.prefill.scan of prefill_scan."""
-    return f"kernels.{kernel.replace('prefill_', 'prefill.', 1)}"
+    name = "drafts.verify" if kernel == "verify" else kernel.replace("prefill_", "prefill.", 1)
+    return f"kernels.{name}"
 
 
 def all_sources() -> str:

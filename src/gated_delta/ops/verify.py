@@ -1,9 +1,8 @@
-"""Host code of verify: arguments and their checks, schedules, launch. Kernel: kernels/verify.py."""
+"""Host code of verify: arguments and their checks, schedules, launch. Kernel: kernels/drafts/."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -15,9 +14,9 @@ from ..kernels.arguments import (
     VerifyPointers,
     VerifySizes,
     VerifyStrides,
-    lanes_per_row,
     round_up_tokens,
 )
+from ..kernels.drafts.layout import Facts, Layout
 from ..problem import BUFFER, Checker, Problem
 from .launch import (
     LARGE,
@@ -234,30 +233,9 @@ def _token_tile(problem: Problem) -> int:
     return round_up_tokens(problem.T)
 
 
-def shared_bytes(facts: Mapping[str, Any], C: int) -> int:
-    """Bytes of a CTA's shared memory: the layout of kernels/verify.py and device/history.py."""
-    t, warps, channel = facts["token_tile"], facts["threads"] // 32, facts["axis"] == "channel"
-    mma, history = facts.get("mma_pairs", False), facts.get("history", False)
-    padded_K, rounded_C = 8 * lanes_per_row(facts["K"]), -(-C // 16) * 16
-    row_bytes = facts["K"] * (4 if facts["state_dtype"] == "fp32" else 2)
-    operand, pairs = -(-t // 8) * -(-row_bytes // 64) * 256, 2 * max(t, 4) ** 2
-    tokens = t * padded_K * (4 if channel else 2 * history)
-    products = warps * t * (2 * facts["rows"] + 16)
-    words = max(tokens, products) if mma and not history else tokens + products
-    words += operand * (2 + mma) + 2 * t
-    words += pairs * (channel + warps * (mma or not channel))
-    words += 0 if channel else t * max(t, 4)
-    words = -(-words // 4) * 4
-    if facts.get("norm"):
-        words += t * -(-facts["V"] // 64) * 4
-    if history:
-        words += padded_K + (padded_K * (1 + channel) + 2 * t) * rounded_C
-        words += (C + t + 4) * (facts["rows"] * warps + 4)
-    return 4 * words
-
-
 def _fits(plan: Plan, C: int) -> bool:
-    return shared_bytes(dict(plan.variants[0].facts), C) <= plan.gpu.shared
+    layout = Layout(Facts(**dict[str, Any](plan.variants[0].facts)))
+    return 4 * layout.shared_words(C) <= plan.gpu.shared
 
 
 class VerifyLaunch(TokensLaunch):

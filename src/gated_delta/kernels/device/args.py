@@ -27,6 +27,14 @@ def offset(index, stride):
     return Int64(Uint64(Uint32(index)) * Uint64(Uint32(stride)))
 
 
+def tensor_at(args, name, **indices):
+    """Address of a tensor's element by its name and indices: n=1 adds once the stride `name`_n."""
+    at = getattr(args.ptr, name)
+    for dim, index in indices.items():
+        at = at + offset(index, getattr(args.stride, f"{name}_{dim}"))
+    return at
+
+
 def qk_head(hv, factor):
     """q/k head of value head `hv`, without a division; `factor`: qk_head_factor of arguments.py."""
     return Int32((Uint64(Uint32(hv)) * Uint64(Uint32(factor))) >> Uint64(30))

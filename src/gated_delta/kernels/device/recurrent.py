@@ -1,19 +1,16 @@
-"""Shared by decode, verify and flush: grid, state rows in registers, token loads, gated norm."""
+"""Shared by decode, verify and flush: grid, state rows in registers, token loads."""
 
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float16, Float32, Int32, Int64, Uint32
+from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cutlass_dsl import select_
 
 from ..arguments import ABSENT, lanes_per_row
 from . import arithmetic, ptx
-from .args import DTYPES, offset, qk_head
-
-NORM = ("z", "norm_")
-"""How the names of a norm's arguments begin."""
+from .args import DTYPES, Args, offset, qk_head, tensor_at
 
 
 def without(arguments, *prefixes):
@@ -43,6 +40,12 @@ def thread_channels(coord, padded_K, threads):
     return [coord.thread + first for first in range(0, padded_K, threads)]
 
 
+def load_index(args, name, absent, **indices):
+    """Load an index of a tensor by its name and indices; `absent` without the tensor."""
+    kind = getattr(args.size, f"{name}_kind")
+    return ptx.load_index(tensor_at(args, name, **indices), kind, absent)
+
+
 class StateRows:
     """`warp_rows` V rows in a warp's registers; `lanes` neighbouring lanes share a row.
 
@@ -70,12 +73,7 @@ class StateRows:
         return Int64(select_(keep_in_l2 != 0, Int64(ptx.EVICT_LAST), Int64(ptx.EVICT_NORMAL)))
 
     def address(self, args, coord, slot, row):
-        at = (
-            args.ptr.state
-            + offset(slot, args.stride.state_p)
-            + offset(coord.hv, args.stride.state_h)
-        )
-        at += row * self.row_bytes
+        at = tensor_at(args, "state", p=slot, h=coord.hv) + row * self.row_bytes
         return at + Int64(coord.layer) * args.ptr.state_l if self.layers else at
 
     def channel(self, coord, vector):
@@ -141,13 +139,8 @@ class StateRows:
 
     def prefetched_slot(self, args, coord):
         """(slot the sequence probably reads, True if it lies in the pool)."""
-        ptr, stride, size = args.ptr, args.stride, args.size
-        slot = ptx.load_index(
-            ptr.state_indices + offset(coord.n, stride.state_indices_n),
-            size.state_indices_kind,
-            coord.n,
-        )
-        return slot, (slot > size.null_index) & (slot < size.P)
+        slot = load_index(args, "state_indices", coord.n, n=coord.n)
+        return slot, (slot > args.size.null_index) & (slot < args.size.P)
 
     # ------------------------------------------------------------ registers
 
@@ -181,10 +174,7 @@ class StateRows:
 
     def shared_half(self, sRow, coord, half):
         """View of four of a lane's 8 channels."""
-        address = (sRow + half * (self.padded_K // 2) + coord.lane * 4).toint()
-        return shared_tensor(
-            cute.make_ptr(Float32, address, cute.AddressSpace.smem, assumed_align=16), 4
-        )
+        return shared_vector(sRow + half * (self.padded_K // 2) + coord.lane * 4, 4)
 
     def load_shared(self, sRow, coord):
         """Load a lane's 8 channels of a shared row."""
@@ -202,6 +192,45 @@ class StateRows:
 
 def shared_tensor(pointer, count):
     return cute.make_tensor(pointer, cute.make_layout((count,)))
+
+
+def shared_vector(pointer, count, dtype=Float32):
+    """View of `count` 32-bit words that one access moves: the address is a multiple of its size."""
+    address, smem = pointer.toint(), cute.AddressSpace.smem
+    return shared_tensor(cute.make_ptr(dtype, address, smem, assumed_align=4 * count), count)
+
+
+def nothing(*_):
+    """A method of an absent part."""
+
+
+class Draft(NamedTuple):
+    """A sequence's tokens in a call, for a thread."""
+
+    shared: Any
+    """The CTA's shared memory."""
+    args: Args
+    coord: Any
+    start: Int32
+    """The sequence's first token, in packed tensors."""
+    length: Int32
+    row: Any = None
+    """Row of history.py: where the tokens go in a buffer."""
+    path: Any = None
+    """Of trees: tree.py."""
+
+
+class Loaded(NamedTuple):
+    """What decode or verify loads for a draft before it waits."""
+
+    qk: Any
+    """q and k of the thread's first token, as words."""
+    gates: Any
+    past: Any
+    """Log decays of the buffer's row."""
+    state: Any
+    v: Any
+    z: Any
 
 
 class Tokens:
@@ -227,11 +256,9 @@ class Tokens:
 
     def span(self, args, coord):
         """(first token, number of tokens) of the sequence."""
-        at = args.ptr.cu_seqlens + offset(coord.n, args.stride.cu_seqlens_n)
-        start = ptx.load_index(at, args.size.cu_seqlens_kind, Int32(0))
-        end = ptx.load_index(
-            at + offset(1, args.stride.cu_seqlens_n), args.size.cu_seqlens_kind, args.size.T
-        )
+        at, kind = tensor_at(args, "cu_seqlens", n=coord.n), args.size.cu_seqlens_kind
+        start = ptx.load_index(at, kind, Int32(0))
+        end = ptx.load_index(at + offset(1, args.stride.cu_seqlens_n), kind, args.size.T)
         return start, cutlass.min(end - start, args.size.T)
 
     def prefetch(self, args, coord):
@@ -254,18 +281,28 @@ class Tokens:
     # ------------------------------------------------------------ q and k
 
     def qk_addresses(self, args, coord, token):
-        ptr, stride = args.ptr, args.stride
         h = qk_head(coord.hv, args.size.qk_head_factor)
-        q = ptr.q + offset(coord.n, stride.q_n) + offset(token, stride.q_t) + offset(h, stride.q_h)
-        k = ptr.k + offset(coord.n, stride.k_n) + offset(token, stride.k_t) + offset(h, stride.k_h)
-        return q, k
+        return [tensor_at(args, name, n=coord.n, t=token, h=h) for name in "qk"]
 
-    def load_qk(self, args, coord, start, t, length):
+    def load_qk(self, draft, t):
         """Load this lane's channels of q and k of token t, as words."""
-        return [
-            self.load_channels(at, coord, t < length)
-            for at in self.qk_addresses(args, coord, start + t)
-        ]
+        addresses = self.qk_addresses(draft.args, draft.coord, draft.start + t)
+        return [self.load_channels(at, draft.coord, t < draft.length) for at in addresses]
+
+    @cute.jit
+    def stage_qk(self, draft, groups, more, qk, store):
+        """Call store(draft, t, words of q and k) for every token: one per group and round.
+
+        qk: of the first round. more: False if all tokens are in the first round.
+        """
+        thread, length, lanes = draft.coord.thread, draft.length, self.state.lanes
+        first_of_warp = (thread // 32) * self.state.warp_groups
+        if first_of_warp < length:
+            store(draft, thread // lanes, qk)
+        if cutlass.const_expr(more):
+            for first in cutlass.range(first_of_warp + groups, length, groups, unroll=1):
+                t = first + (thread % 32) // lanes
+                store(draft, t, self.load_qk(draft, t))
 
     def load_channels(self, address, coord, condition):
         size, words = self.dtype.width // 8, []
@@ -300,52 +337,34 @@ class Tokens:
     # ------------------------------------------------------------ v, beta and gates
 
     def v_address(self, args, coord, token, row):
-        ptr, stride = args.ptr, args.stride
-        at = (
-            ptr.v
-            + offset(coord.n, stride.v_n)
-            + offset(token, stride.v_t)
-            + offset(coord.hv, stride.v_h)
-        )
+        at = tensor_at(args, "v", n=coord.n, t=token, h=coord.hv)
         return at + row * (self.dtype.width // 8)
 
-    def load_beta(self, args, coord, token, condition):
-        """Load raw beta as fp32."""
-        ptr, stride, size = args.ptr, args.stride, args.size
-        at = (
-            ptr.beta
-            + offset(coord.n, stride.beta_n)
-            + offset(token, stride.beta_t)
-            + offset(coord.hv, stride.beta_h)
-        )
-        return ptx.load_scalar(at, Int32(select_(condition, size.beta_kind, Int32(ABSENT))))
+    def load_beta(self, draft, t, condition):
+        """Load raw beta of token t as fp32."""
+        args, coord = draft.args, draft.coord
+        at = tensor_at(args, "beta", n=coord.n, t=draft.start + t, h=coord.hv)
+        return ptx.load_scalar(at, Int32(select_(condition, args.size.beta_kind, Int32(ABSENT))))
 
     def g_address(self, args, coord, token, channel):
-        ptr, stride = args.ptr, args.stride
-        at = (
-            ptr.g
-            + offset(coord.n, stride.g_n)
-            + offset(token, stride.g_t)
-            + offset(coord.hv, stride.g_h)
-        )
-        return at if channel is None else at + offset(channel, stride.g_c)
+        channels = {} if channel is None else dict(c=channel)
+        return tensor_at(args, "g", n=coord.n, t=token, h=coord.hv, **channels)
 
-    def load_g(self, args, coord, token, channel, condition):
-        """Load raw g of a token and, for KDA, a channel."""
-        return ptx.load(self.g_dtype, self.g_address(args, coord, token, channel), condition)
+    def load_g(self, draft, t, channel, condition):
+        """Load raw g of token t and, for KDA, a channel."""
+        at = self.g_address(draft.args, draft.coord, draft.start + t, channel)
+        return ptx.load(self.g_dtype, at, condition)
 
-    def load_gate_parameters(self, args, coord, channel, condition):
+    def load_gate_parameters(self, draft, channel, condition):
         """Load (A_log, dt_bias); (None, None) for a gate without them."""
         if self.gate == "log":
             return None, None
-        ptr, stride, size = args.ptr, args.stride, args.size
-        dt_bias = ptr.dt_bias + offset(coord.hv, stride.dt_bias_h)
-        if channel is not None:
-            dt_bias += offset(channel, stride.dt_bias_c)
-        kind = Int32(select_(condition, size.dt_bias_kind, Int32(ABSENT)))
-        return ptx.load(
-            Float32, ptr.A_log + offset(coord.hv, stride.A_log_h), condition
-        ), ptx.load_scalar(dt_bias, kind)
+        args, hv = draft.args, draft.coord.hv
+        channels = {} if channel is None else dict(c=channel)
+        dt_bias = tensor_at(args, "dt_bias", h=hv, **channels)
+        kind = Int32(select_(condition, args.size.dt_bias_kind, Int32(ABSENT)))
+        A_log = ptx.load(Float32, tensor_at(args, "A_log", h=hv), condition)
+        return A_log, ptx.load_scalar(dt_bias, kind)
 
     def log_decay(self, args, g, parameters):
         return arithmetic.log_decay(self.gate, g, *parameters, args.bound)
@@ -354,206 +373,12 @@ class Tokens:
 
     def o_address(self, args, coord):
         """Address of o of token 0, row 0."""
-        return args.ptr.o + offset(coord.n, args.stride.o_n) + offset(coord.hv, args.stride.o_h)
+        return tensor_at(args, "o", n=coord.n, h=coord.hv)
 
     @cute.jit
     def zero_padding(self, args, coord, o_at):
         """Zero o's packed rows past cu_seqlens[-1]; sequence n zeroes every N-th row."""
-        ptr, stride, size = args.ptr, args.stride, args.size
-        last = ptx.load_index(
-            ptr.cu_seqlens + offset(size.N, stride.cu_seqlens_n), size.cu_seqlens_kind, Int32(0)
-        )
+        size = args.size
+        last = load_index(args, "cu_seqlens", Int32(0), n=size.N)
         for row in range(last + coord.n, size.total, size.N):
-            ptx.store(self.dtype, o_at + offset(row, stride.o_t), Float32(0))
-
-
-# ------------------------------------------------------------ the gated norm
-
-
-NORM_LOADS = 8  # elements of z per thread in flight
-
-
-def z_address(args, coord, dtype, token, row):
-    ptr, stride = args.ptr, args.stride
-    at = (
-        ptr.z
-        + offset(coord.n, stride.z_n)
-        + offset(token, stride.z_t)
-        + offset(coord.hv, stride.z_h)
-    )
-    return at + row * (dtype.width // 8)
-
-
-def before_norm(o, dtype):
-    """Round o as without a norm; keep a value that overflows fp16, since inf makes the head NaN."""
-    rounded = o.to(dtype).to(Float32)
-    return (
-        ptx.select(cute.math.abs(rounded) <= Float32(ptx.FP16_MAX), rounded, o)
-        if dtype is Float16
-        else rounded
-    )
-
-
-def norm_weight_address(args, row):
-    return args.ptr.norm_weight + offset(row, args.stride.norm_weight_c)
-
-
-class GatedNorm:
-    """The gated RMSNorm of decode's o. docs/kernels/decode.md, "The gated norm".
-
-    One CTA, or one cluster of CTAs, has all V rows of a head. All threads prepare weight * act(z)
-    of the CTA's rows, one element each. Every CTA receives o of all rows. Then one warp per token
-    normalises the CTA's rows: lane l sums the squares of rows l, l + 32, ..., so bits depend on
-    neither the schedule nor the number of tokens.
-
-    In a cluster st.async copies o to every CTA, and the receiver's mbarrier counts its bytes: a
-    cluster barrier would wait for the stores of states. A CTA exits only after it has received all
-    of o, so no st.async can hit a CTA that has exited.
-
-    Shared memory, fp32: the cluster's mbarrier; per token o rounded to its dtype [V] and
-    weight * act(z) [cta_rows]. `coord` has n, hv, thread and tile, the CTA's rank in its cluster.
-    """
-
-    def __init__(self, V: int, ctas: int, dtype, threads: int, tokens: int):
-        self.V, self.ctas, self.dtype = V, ctas, dtype
-        self.threads, self.warps = threads, threads // 32
-        self.cta_rows = V // ctas
-        elements = tokens * self.cta_rows
-        # Elements that a thread loads before the state arrives.
-        self.first_loads = min(NORM_LOADS, -(-elements // threads))
-        self.one_round = elements <= self.first_loads * threads
-        self.one_row = threads % self.cta_rows == 0  # a thread's elements all have one row
-        self.token_words = V + self.cta_rows
-        self.barrier_words = 4 if ctas > 1 else 0
-
-    # ------------------------------------------------------------ weight * act(z)
-
-    def prefetch(self, args, coord):
-        """Prefetch the weight and the first tokens' z into L2; z of dense tokens only."""
-        parts = self.cta_rows // 32
-        token, row = coord.thread // parts, coord.tile * self.cta_rows + coord.thread % parts * 32
-        ptx.prefetch_l2(
-            z_address(args, coord, self.dtype, token, row),
-            (token < args.size.T) & (args.size.cu_seqlens_kind == 0),
-        )
-        ptx.prefetch_l2(norm_weight_address(args, row), token == 0)
-
-    def elements(self, coord, first, count):
-        """The thread's next `count` elements of [tokens, cta_rows].
-
-        The last warp has token 0, since the first warps load that token's v.
-        """
-        warp = self.warps - 1 - coord.thread // 32
-        return [first + warp * 32 + coord.thread % 32 + j * self.threads for j in range(count)]
-
-    def load(self, args, coord, start, length, elements):
-        """Load (z, weight bits) of elements; with one_row the weight is loaded once."""
-        loaded = []
-        for i in elements:
-            t, row = i // self.cta_rows, coord.tile * self.cta_rows + i % self.cta_rows
-            z = ptx.load(self.dtype, z_address(args, coord, self.dtype, start + t, row), t < length)
-            if not loaded or not self.one_row:
-                kind = Int32(select_(t < length, args.size.norm_weight_kind, Int32(ABSENT)))
-                bits = ptx.load_scalar_bits(norm_weight_address(args, row), kind)
-            loaded.append((z, bits))
-        return loaded
-
-    def load_first(self, args, coord, start, length):
-        return self.load(args, coord, start, length, self.elements(coord, 0, self.first_loads))
-
-    @cute.jit
-    def stage(self, shared, args, coord, start, length, loaded):
-        """Write weight * act(z) to shared memory: of `loaded`, then of all other elements."""
-        self.store_factors(shared, args, length, self.elements(coord, 0, self.first_loads), loaded)
-        if cutlass.const_expr(not self.one_round):
-            first, step = self.first_loads * self.threads, NORM_LOADS * self.threads
-            for i in cutlass.range(first, length * self.cta_rows, step, unroll=1):
-                elements = self.elements(coord, i, NORM_LOADS)
-                self.store_factors(
-                    shared, args, length, elements, self.load(args, coord, start, length, elements)
-                )
-
-    @cute.jit
-    def store_factors(self, shared, args, length, elements, loaded):
-        for j in cutlass.range_constexpr(len(elements)):
-            t, row = elements[j] // self.cta_rows, elements[j] % self.cta_rows
-            if t < length:
-                z, bits = loaded[j]
-                gate, factors = arithmetic.sigmoid(z), self.factors(shared, t)
-                act = ptx.select(args.size.norm_sigmoid != 0, gate, z * gate)
-                factors[row] = act * ptx.scalar_from_bits(bits, args.size.norm_weight_kind)
-
-    # ------------------------------------------------------------ o
-
-    def outputs(self, shared, t):
-        return shared_tensor(shared + (self.barrier_words + t * self.token_words), self.V)
-
-    def factors(self, shared, t):
-        return shared_tensor(
-            shared + (self.barrier_words + t * self.token_words + self.V), self.cta_rows
-        )
-
-    @cute.jit
-    def init_barrier(self, shared, coord, length):
-        """Expect o of `length` tokens. Order: init_barrier, wait_for_cluster, share_o, finish."""
-        if cutlass.const_expr(self.ctas > 1):
-            if coord.thread == 0:
-                barrier = ptx.mbarrier(shared.toint())
-                cute.arch.mbarrier_init(barrier, 1)
-                cute.arch.mbarrier_init_fence()
-                cute.arch.mbarrier_arrive_and_expect_tx(barrier, length * self.V * 4)
-            cute.arch.cluster_arrive_relaxed()
-
-    @cute.jit
-    def wait_for_cluster(self):
-        """Wait until every CTA of the cluster has initialised its mbarrier."""
-        if cutlass.const_expr(self.ctas > 1):
-            cute.arch.cluster_wait()
-
-    @cute.jit
-    def share_o(self, shared, t, row, o, lane, lanes):
-        """Store o of a token and V row, rounded as without a norm, to every CTA's shared memory.
-
-        `lanes` lanes hold the same o; each stores to different CTAs.
-        """
-        o = before_norm(o, self.dtype)
-        if cutlass.const_expr(self.ctas == 1):
-            if lane == 0:
-                outputs = self.outputs(shared, t)
-                outputs[row] = o
-        else:
-            at = (shared + (self.barrier_words + t * self.token_words + row)).toint()
-            for first in cutlass.range_constexpr(0, self.ctas, lanes):
-                cta = first + lane
-                ptx.store_async(
-                    at, shared.toint(), cutlass.min(cta, self.ctas - 1), o, cta < self.ctas
-                )
-
-    @cute.jit
-    def finish(self, shared, args, o_at, coord, start, length):
-        """Normalise and store the CTA's rows of every token; o_at: address of token 0, row 0."""
-        if cutlass.const_expr(self.ctas > 1):
-            if coord.thread // 32 < length:  # only warps with a token wait
-                cute.arch.mbarrier_wait(ptx.mbarrier(shared.toint()), 0)
-        else:
-            cute.arch.sync_threads()
-        lane = coord.thread % 32
-        eps = args.size.norm_eps.bitcast(Float32)
-        for t in cutlass.range(coord.thread // 32, length, self.warps, unroll=1):
-            outputs, factors = self.outputs(shared, t), self.factors(shared, t)
-            total = Float32(0)
-            for first in range(0, self.V, 32):
-                x = outputs[lane + first]
-                total = cute.math.fma(x, x, total)
-            rstd = cute.math.rsqrt(
-                cute.math.fma(arithmetic.sum_lanes(total, 32), Float32(1 / self.V), eps)
-            )
-            at = o_at + offset(start + t, args.stride.o_t)
-            for first in cutlass.range_constexpr(0, self.cta_rows, 32):
-                row = lane + first
-                head_row = coord.tile * self.cta_rows + row
-                ptx.store(
-                    self.dtype,
-                    at + offset(head_row, args.stride.o_c),
-                    outputs[head_row] * rstd * factors[row],
-                )
+            ptx.store(self.dtype, o_at + offset(row, args.stride.o_t), Float32(0))
