@@ -21,8 +21,9 @@ import torch
 from gated_delta import UnsupportedProblem, compile, dispatch
 from gated_delta.gpus import ARCHS, GPUS, H200, has_ptx
 from gated_delta.kernels import arguments
+from gated_delta.kernels.device.history_layout import UNROLL
+from gated_delta.kernels.drafts.layout import REGIONS, Facts, Layout
 from gated_delta.kernels.prefill.arguments import CHUNK
-from gated_delta.ops.verify import shared_bytes
 from gated_delta.problem import Problem
 from gpu import needs_compiler
 
@@ -310,8 +311,8 @@ def test_prefills_kernels_fit_in_a_ctas_shared_memory(set_level, gpu):
 
 
 @needs_compiler
-def test_the_host_knows_the_shared_memory_of_verify(axis, state_dtype):
-    """Its formula is the layout of verify's kernel. Decode of one token fits every GPU."""
+def test_host_and_kernel_share_the_layout_of_verify(axis, state_dtype):
+    """Regions are aligned and apart, but S k and S q over the tokens. Decode fits every GPU."""
     facts = dict(gate="log", dtype=torch.bfloat16, g_dtype=torch.float32, state_dtype=state_dtype)
     for (K, V), T, norm, buffered in itertools.product(
         ((64, 64), (96, 192), (128, 128), (128, 256)),
@@ -324,11 +325,27 @@ def test_the_host_knows_the_shared_memory_of_verify(axis, state_dtype):
         for variant in dispatch.variants_of(problem):
             kernel = compile.kernel_type(variant.kernel)(**dict(variant.facts))
             if variant.kernel == "decode":
-                assert 4 * (kernel.history_offset + kernel.history.words(32)) <= 99 * 1024
+                history = kernel.past.history
+                assert 4 * (history.offset + history.layout.words(32)) <= 99 * 1024
                 continue
-            for C in (1, 16, 32):
-                size = 4 * (kernel.shared + (kernel.history.words(C) if buffered else 0))
-                assert shared_bytes(dict(variant.facts), C) == size, (variant.label, C)
+            host = Layout(Facts(**dict(variant.facts)))
+            assert (host.at, host.words) == (kernel.layout.at, kernel.layout.words)
+            end = 0
+            for region in REGIONS:
+                at, words = getattr(host.at, region.name), region.words(host)
+                over = region.name == "products" and host.facts.mma_pairs and not buffered
+                assert at == (0 if over else end), (variant.label, region.name)
+                assert at % 4 == words % 4 == 0, (variant.label, region.name)
+                assert not over or host.products <= host.at.kq_operand
+                end += words
+            assert end == host.words
+            for C in (1, 16, 32) if buffered else (16,):
+                row, rounded = host.history, -(-C // 16) * 16
+                assert row.later(0, C, 0) == row.k(0, rounded)
+                assert row.pairs(0, C, 0, 0) == row.k(0, rounded * (2 if host.channel else 1))
+                assert row.u(0, C, 0) == row.pairs(0, C, row.tokens, 0)
+                more = row.u(0, C, C + row.tokens + UNROLL) if buffered else 0
+                assert host.shared_words(C) == end + more, (variant.label, C)
 
 
 NOT_SHIPPED = [
@@ -422,6 +439,7 @@ def test_a_kernels_fingerprint_is_of_the_sources_it_imports(copied):
         if file.name != "__init__.py":
             assert changed, file
         kernel = "_".join(file.relative_to(kernels).with_suffix("").parts)
+        kernel = kernel.removeprefix("drafts_")
         if kernel in before:
             assert changed == {kernel}
         seen |= changed
@@ -726,8 +744,9 @@ def test_missing_compiler_is_named(cache, monkeypatch):
 def test_host_and_kernel_agree_on_the_arguments():
     """A launch passes tuples: both sides have the same names in the same order."""
     from gated_delta import reference
-    from gated_delta.kernels import arguments, decode, flush, verify
+    from gated_delta.kernels import arguments, decode, flush
     from gated_delta.kernels.device import arithmetic
+    from gated_delta.kernels.drafts import verify
     from gated_delta.kernels.prefill import arguments as prefill
     from gated_delta.problem import CHECKPOINT_INTERVAL
 

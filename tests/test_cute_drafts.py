@@ -203,7 +203,7 @@ def test_a_draft_and_every_count_of_it(axis, options, state_dtype):
 @pytest.mark.parametrize("log_decay", [-7.875, -7.9375, -12, -30])
 @pytest.mark.parametrize("channels", [D, 1])
 def test_decays_around_the_range_of_the_tensor_cores(state_dtype, log_decay, channels):
-    """Beyond RANGE of kernels/verify.py, exp(55.45), 16-bit states are computed another way."""
+    """Beyond RANGE of drafts/pairs.py, exp(55.45), 16-bit states are computed another way."""
     call = draft(3, 8, axis="channel", gate="log")
     call["g"] /= 8
     call["g"][:, :7, :, D - channels :] = log_decay  # the last token forgets nothing more

@@ -21,12 +21,6 @@ def z_address(args, coord, dtype, token, row):
     return at + row * (dtype.width // 8)
 
 
-def load_z(draft, dtype, t, row):
-    """Load z of token t and a V row."""
-    at = z_address(draft.args, draft.coord, dtype, draft.start + t, row)
-    return ptx.load(dtype, at, t < draft.length)
-
-
 def weight_address(args, row):
     return tensor_at(args, "norm_weight", c=row)
 
@@ -138,7 +132,8 @@ class GatedNorm:
         loaded = []
         for i in elements:
             t, row = i // self.cta_rows, draft.coord.tile * self.cta_rows + i % self.cta_rows
-            z = load_z(draft, self.dtype, t, row)
+            at = z_address(draft.args, draft.coord, self.dtype, draft.start + t, row)
+            z = ptx.load(self.dtype, at, t < draft.length)
             if not loaded or not self.one_row:
                 bits = load_weight(draft.args, row, t < draft.length)
             loaded.append((z, bits))
@@ -162,10 +157,9 @@ class GatedNorm:
         for j in cutlass.range_constexpr(len(elements)):
             t, row = elements[j] // self.cta_rows, elements[j] % self.cta_rows
             if t < draft.length:
-                z, bits = loaded[j]
-                factors = self.factors(draft, t)
-                weight = ptx.scalar_from_bits(bits, draft.args.size.norm_weight_kind)
-                factors[row] = activated(draft.args, z) * weight
+                (z, bits), factors = loaded[j], self.factors(draft, t)
+                act = activated(draft.args, z)
+                factors[row] = act * ptx.scalar_from_bits(bits, draft.args.size.norm_weight_kind)
 
     # ------------------------------------------------------------ o
 
@@ -285,9 +279,13 @@ class RowNorm:
 
     def load(self, draft):
         """Load (z of the lane's row per token, bits of its weight)."""
-        row = draft.coord.o_row
-        bits = load_weight(draft.args, row, draft.length > 0)
-        return [load_z(draft, self.dtype, t, row) for t in range(self.tokens)], bits
+        args, coord = draft.args, draft.coord
+        bits = load_weight(args, coord.o_row, draft.length > 0)
+        addresses = [
+            z_address(args, coord, self.dtype, draft.start + t, coord.o_row)
+            for t in range(self.tokens)
+        ]
+        return [ptx.load(self.dtype, x, t < draft.length) for t, x in enumerate(addresses)], bits
 
     def take(self, draft, o_at, t, o):
         return before_norm(o, self.dtype)
@@ -302,8 +300,8 @@ class RowNorm:
         weight = ptx.scalar_from_bits(bits, args.size.norm_weight_kind)
         normalised = []
         for t in range(self.tokens):
-            factor = activated(args, z[t]) * weight
-            normalised.append(o[t] * shuffle_sync(rstd, offset=t) * factor)
+            act = activated(args, z[t])
+            normalised.append(o[t] * shuffle_sync(rstd, offset=t) * (act * weight))
         for t, x in enumerate(normalised):
             store_o(self.dtype, draft, o_at, t, x)
 

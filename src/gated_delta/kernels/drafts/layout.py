@@ -51,12 +51,15 @@ REGIONS = (
     # KDA's decays, and b_t, the products of the decays up to t [token, padded_K each].
     Region("decays", lambda x: x.channel * x.rows_of_K, "decays", "pairs, history"),
     Region("cumulative", lambda x: x.channel * x.rows_of_K, "decays", "pairs"),
-    # S k and S q of each warp's rows, interleaved [warp, token, product_words].
-    Region("products", lambda x: x.warps * x.tokens * x.product_words, "products", "substitute"),
+    # What `products`, if it overlies the regions above, needs beyond them.
+    Region("overhang", lambda x: x.overlies * max(0, x.products - 4 * x.rows_of_K), "", ""),
     # k b_t and q b_t (GDN: k and q), split in two, in mma.sync's order; with mma_pairs k / b_t
     # [high or low part, m_tile, k_block, step, lane, 4 or 2].
     Region("kq_operand", lambda x: x.operand_blocks * 4, "stage_qk, pairs", "products"),
     Region("k_over_b", lambda x: x.facts.mma_pairs * x.operand_blocks * 2, "pairs", "products"),
+    # S k and S q of each warp's rows, interleaved [warp, token, product_words]: with mma_pairs and
+    # without history from offset 0 on, over the tokens, which the mainloop no longer needs.
+    Region("products", lambda x: (not x.overlies) * x.products, "products", "substitute"),
     # Akk and Aqk [token, 2, token]: each warp's copy of tensor cores, the CTA's of CUDA cores.
     Region("warp_pairs", lambda x: x.mma * x.warps * x.pair_words, "products", "substitute"),
     Region("cta_pairs", lambda x: x.channel * x.pair_words, "pairs", "substitute"),
@@ -67,10 +70,7 @@ REGIONS = (
     # Sums of squares of o over ROW_GROUP rows [token, square_words].
     Region("squares", lambda x: x.facts.norm * x.tokens * x.square_words, "norm", "norm"),
 )
-"""Regions in their order; those of a buffer's row (HistoryLayout) lie behind them.
-
-With mma_pairs and without history `products` reuses the memory of the regions before it.
-"""
+"""Regions in their order; those of a buffer's row (HistoryLayout) lie behind them."""
 
 
 class Layout:
@@ -90,14 +90,17 @@ class Layout:
         self.m_tiles = -(-self.tokens // 8)
         self.operand_blocks = 2 * self.m_tiles * self.k_blocks * 64
         self.product_words = 2 * facts.rows + PAD
+        self.products = self.warps * self.tokens * self.product_words
+        self.overlies = facts.mma_pairs and not facts.history
         self.pair_row = max(self.tokens, 4)
         self.pair_words = 2 * self.pair_row * self.pair_row
         self.square_words = -(-facts.V // ROW_GROUP // 4) * 4
         offsets, self.words = {}, 0
         for region in REGIONS:
-            reuses = region.name == "products" and facts.mma_pairs and not facts.history
-            offsets[region.name] = 0 if reuses else self.words
-            self.words = max(self.words, offsets[region.name] + region.words(self))
+            offsets[region.name] = self.words
+            self.words += region.words(self)
+        if self.overlies:
+            offsets["products"] = 0
         self.at: Any = NamedTuple("Offsets", [(name, int) for name in offsets])(**offsets)
         self.history = HistoryLayout(self.channel, self.padded_K, self.tokens, self.tile)
 
