@@ -20,11 +20,12 @@ class Engine(SimpleNamespace):
     registry: dict[str, type]
     log: list[str]
     later: list[bool]
+    aligned: list[bool]
 
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
-    engine = Engine(registry={}, log=[], later=[])
+    engine = Engine(registry={}, log=[], later=[], aligned=[])
 
     def register_oot(name: str) -> Any:
         assert name not in engine.registry
@@ -34,7 +35,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     platform = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: True, device_name="cuda")
     layer = SimpleNamespace(register_oot=register_oot)
     contents: dict[str, dict[str, Any]] = {
-        "vllm": dict(__version__="0.33.1"),
+        "vllm": dict(__version__="0.33.1", envs=SimpleNamespace(VLLM_BATCH_INVARIANT=False)),
         "vllm.logger": dict(init_logger=lambda name: log),
         "vllm.platforms": dict(current_platform=platform),
         "vllm.model_executor": {},
@@ -44,7 +45,10 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
         "gated_delta.integrations.vllm_layers": {
             name: type(name, (), {}) for name in plugin.LAYERS.values()
         }
-        | dict(replace_later=lambda: engine.later.append(True)),
+        | dict(
+            replace_later=lambda: engine.later.append(True),
+            vllm_cuts=SimpleNamespace(align=lambda: engine.aligned.append(True)),
+        ),
     }
     for name, values in contents.items():
         module = ModuleType(name)
@@ -79,6 +83,13 @@ def test_layers_are_registered_once(engine: Engine) -> None:
     assert {name: layer.__name__ for name, layer in engine.registry.items()} == plugin.LAYERS
     assert engine.later == [True, True]  # it does nothing the second time
     assert engine.log == []
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_prompts_are_cut_on_the_grid_if_asked(engine: Engine, invariant: bool) -> None:
+    engine.module.envs.VLLM_BATCH_INVARIANT = invariant
+    plugin.register()
+    assert engine.aligned == [True] * invariant
 
 
 def test_layers_of_another_plugin_stay(engine: Engine) -> None:

@@ -78,7 +78,6 @@ def register() -> None:
     if not flag("GATED_DELTA_VLLM", False):
         return
     import vllm
-    from vllm import envs
     from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
 
     log, version, platform = common.logger(), vllm.__version__, common.platform()
@@ -98,5 +97,5 @@ def register() -> None:
                 f"gated_delta: {name} was replaced by {present.__name__} before, which stays"
             )
     ours.replace_later()
-    if envs.VLLM_BATCH_INVARIANT:
+    if vllm.envs.VLLM_BATCH_INVARIANT:
         ours.vllm_cuts.align()
