@@ -801,7 +801,9 @@ def test_a_signal_ends_compiling_and_its_processes(tmp_path, send, number):
         seconds = time.monotonic() - sent
     assert running.returncode == 128 + number, complaints
     assert seconds < 5  # 0.3 s on an idle machine
-    assert complaints == "interrupted: what follows is incomplete\n"
+    *progress, last = complaints.splitlines()
+    assert last == "interrupted: what follows is incomplete"
+    assert all(line.startswith("compiling kernels: ") for line in progress)  # slow machines'
     written = json.loads(file.read_text())
     compiled = [one for one in written["results"] if one["status"] == "compiled"]
     assert len(compiled) == len(written["results"]) > 0
