@@ -23,7 +23,7 @@ from gated_delta.results import Refusal, Report, make_table, one_line, tracked
 from . import layers
 from . import serve as serving
 from . import tokens as answers
-from .cells import BUFFERED, CELLS, PREFILL_TP, TREES, by_label
+from .cells import BUFFERED, CELLS, DETERMINISTIC, PREFILL_TP, TREES, by_label
 from .measure import Runner, environment, run_facts
 from .peers import LEVELS, OWN, PEERS, Prepare
 from .plot import draw
@@ -34,8 +34,9 @@ TABLES = CELLS | dict(
     prefill_tp=by_label(PREFILL_TP),
     buffer=by_label(BUFFERED),
     trees=by_label(TREES),
+    deterministic=by_label(DETERMINISTIC),
 )
-KNOWN = PEERS | dict(layer=layers.PEERS, prefill_tp=PEERS["prefill"], trees={})
+KNOWN = PEERS | dict(layer=layers.PEERS, prefill_tp=PEERS["prefill"], trees={}, deterministic={})
 Op = Enum(
     "Op",
     {
@@ -46,6 +47,7 @@ Op = Enum(
         "layer": "layer",
         "buffer": "buffer",
         "trees": "trees",
+        "deterministic": "deterministic",
     },
     type=str,
 )
@@ -68,7 +70,7 @@ def measure(
         typer.Argument(
             help="speculate: verify and flush; layer: decode, its convolution and norm; "
             "prefill_tp: prefill, heads under tensor parallelism; buffer: decode with a buffer; "
-            "trees: verify of trees of drafts."
+            "trees: verify of trees of drafts; deterministic: prefill with and without."
         ),
     ],
     file: Annotated[

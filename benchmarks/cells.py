@@ -613,6 +613,36 @@ PREFILL_TP = prefills(
 )
 """Heads of one rank of models under tensor parallelism 1, 2, 4 and 8; `measure prefill_tp`."""
 
+
+def deterministic(cell: Cell) -> Cell:
+    """A cell of prefill; the part is the same call with deterministic=True."""
+
+    def cases(cell: Cell) -> list[Case]:
+        plain = prefill_cases(cell)
+        return [*plain, *(replace(case, deterministic=True) for case in plain)]
+
+    def make(cell: Cell, device: torch.device, seed: int) -> SimpleNamespace:
+        ours = prompts(cell, device, seed).ours
+
+        def parts(backend: str) -> dict[str, Any]:
+            call: Any = ours(backend)
+            return {"deterministic": partial(call, deterministic=True)}
+
+        return SimpleNamespace(ours=ours, parts=parts)
+
+    return replace(cell, cases=cases, make=make, compared=False)
+
+
+DETERMINISTIC = [
+    deterministic(prefill(model, heads, gates, shape, SHAPES[shape]))
+    for model, heads in (
+        *(("gdn", heads) for heads in ((16, 64), (16, 32), (4, 8), (2, 4))),
+        *(("kda", heads) for heads in ((32, 32), (12, 12), (8, 8))),
+    )
+    for gates, shape in itertools.product(SPEEDS, ("1x1024", "1x8192", "1x65536", "8x1024"))
+]
+"""`measure deterministic`."""
+
 TABLES = dict(decode=DECODE, prefill=PREFILL, speculate=SPECULATE)
 
 

@@ -231,6 +231,15 @@ def trees() -> str:
     return table("`[2, 2, 2]`, 14 drafts", *(f"B = {B}" for B in (1, 8, 64)), rows=rows)
 
 
+def deterministic() -> str:
+    """The time of a deterministic prefill over the default's, rounded up."""
+    rows: dict[str, list[str]] = {}
+    for cell in cells("h100/deterministic"):
+        ratio = cell["parts"]["deterministic"] / cell["us"]
+        rows.setdefault(cell["series"], []).append(f"{math.ceil(ratio * 100 - 1e-9) / 100:.2f}")
+    return table("one H100", "1 x 1024", "1 x 8192", "1 x 65536", "8 x 1024", rows=rows)
+
+
 def table(*heads: str, rows: dict[str, list[str]]) -> str:
     lines = [heads, ("---",) * len(heads), *((name, *columns) for name, columns in rows.items())]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -467,6 +476,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "verify us": verify_us,
     "buffer": buffered,
     "trees": trees,
+    "deterministic": deterministic,
     "layer": lambda: summary(
         "the engines' time over ours, with a convolution in front of one token", layer()
     ),

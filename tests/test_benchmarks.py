@@ -703,6 +703,15 @@ def test_a_tree_is_timed_beside_a_chain(runner):
     assert not torch.equal(o[:, 2], b.parts("reference")["chain"]()[:, 2])
 
 
+def test_a_deterministic_prefill_is_timed_beside_the_default(runner):
+    cell = cells.deterministic(small(cells.prefill("gdn", (2, 2), "fast", "1x70", (70,))))
+    assert [case.deterministic for case in cell.cases(cell)] == [False, False, True, True]
+    record = runner({}).measure(cell)
+    assert (record["us"], record["parts"]) == (4.0, {"deterministic": 5.0})
+    b = cell.make(cell, CPU, 0)
+    assert b.parts("reference")["deterministic"].keywords["deterministic"]
+
+
 @pytest.mark.parametrize("op", CELLS)
 def test_results_have_one_form_and_one_cell_a_line(runner, op):
     file = record.RESULTS / f"{op}.json"
