@@ -3,6 +3,7 @@
 Offsets and sizes are in 32-bit words. Every size is a multiple of four: regions are aligned.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -72,6 +73,8 @@ REGIONS = (
 )
 """Regions in their order; those of a buffer's row (HistoryLayout) lie behind them."""
 
+Offsets: Any = NamedTuple("Offsets", [(region.name, int) for region in REGIONS])
+
 
 class Layout:
     """Dims of a variant's CTA, and the offset `at` of each region by name; `words` of all."""
@@ -95,13 +98,10 @@ class Layout:
         self.pair_row = max(self.tokens, 4)
         self.pair_words = 2 * self.pair_row * self.pair_row
         self.square_words = -(-facts.V // ROW_GROUP // 4) * 4
-        offsets, self.words = {}, 0
-        for region in REGIONS:
-            offsets[region.name] = self.words
-            self.words += region.words(self)
+        *offsets, self.words = itertools.accumulate((x.words(self) for x in REGIONS), initial=0)
+        self.at = Offsets(*offsets)
         if self.overlies:
-            offsets["products"] = 0
-        self.at: Any = NamedTuple("Offsets", [(name, int) for name in offsets])(**offsets)
+            self.at = self.at._replace(products=0)
         self.history = HistoryLayout(self.channel, self.padded_K, self.tokens, self.tile)
 
     def shared_words(self, C: Any) -> Any:
