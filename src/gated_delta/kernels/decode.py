@@ -412,9 +412,9 @@ class Decode:
 
     def load_v(self, draft, i):
         """Load element i of the tile's v [tokens, tile]."""
-        (args, coord), token, row = draft[1:3], i // self.tile, i % self.tile
+        coord, token, row = draft.coord, i // self.tile, i % self.tile
         row = coord.tile * self.tile + row
-        at = self.tokens.v_address(args, coord, draft.start + token, row)
+        at = self.tokens.v_address(draft.args, coord, draft.start + token, row)
         return ptx.load(self.tokens.dtype, at, token < draft.length)
 
     @cute.jit

@@ -48,7 +48,7 @@ class Region(NamedTuple):
 
 REGIONS = (
     # k and q [token, 2, padded_K], fp32.
-    Region("kq", lambda x: x.keeps_kq * 2 * x.rows_of_K, "stage_qk", "pairs, history"),
+    Region("kq", lambda x: x.keeps_kq * 2 * x.rows_of_K, "store_qk", "pairs, history"),
     # KDA's decays, and b_t, the products of the decays up to t [token, padded_K each].
     Region("decays", lambda x: x.channel * x.rows_of_K, "decays", "pairs, history"),
     Region("cumulative", lambda x: x.channel * x.rows_of_K, "decays", "pairs"),
@@ -56,7 +56,7 @@ REGIONS = (
     Region("overhang", lambda x: x.overlies * max(0, x.products - 4 * x.rows_of_K), "", ""),
     # k b_t and q b_t (GDN: k and q), split in two, in mma.sync's order; with mma_pairs k / b_t
     # [high or low part, m_tile, k_block, step, lane, 4 or 2].
-    Region("kq_operand", lambda x: x.operand_blocks * 4, "stage_qk, pairs", "products"),
+    Region("kq_operand", lambda x: x.operand_blocks * 4, "store_qk, pairs", "products"),
     Region("k_over_b", lambda x: x.facts.mma_pairs * x.operand_blocks * 2, "pairs", "products"),
     # S k and S q of each warp's rows, interleaved [warp, token, product_words]: with mma_pairs and
     # without history from offset 0 on, over the tokens, which the mainloop no longer needs.

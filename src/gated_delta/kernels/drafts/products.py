@@ -74,7 +74,7 @@ class Products:
 
     def load_state(self, draft, slot, active):
         """Load this lane's 16-byte vectors of its warp's rows quad, quad + 8, ..."""
-        rows, (args, coord), row_bytes = [], draft[1:3], self.state.row_bytes
+        args, coord, rows, row_bytes = draft.args, draft.coord, [], self.state.row_bytes
         policy = self.state.policy(args.size.keep_in_l2)
         for first in range(0, self.rows, 8):
             at = self.state.address(args, coord, slot, coord.warp_row + coord.quad + first)
@@ -104,7 +104,7 @@ class Products:
                 k = self.pairs.k_operands(draft, kq, k_block, step)
                 for m in m_tiles:
                     for row, parts in enumerate(rows):
-                        b = [x and x[2 * step : 2 * step + 2] for x in parts]
+                        b = [None if x is None else x[2 * step : 2 * step + 2] for x in parts]
                         self.split_mma(skq[m][row], kq[m], b)
                     for earlier, accumulators in enumerate(pairs[m]):
                         self.split_mma(accumulators, kq[m], k[earlier])
