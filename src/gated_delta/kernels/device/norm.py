@@ -39,11 +39,9 @@ def activated(args, z):
 def before_norm(o, dtype):
     """Round o as without a norm; keep a value that overflows fp16, since inf makes the head NaN."""
     rounded = o.to(dtype).to(Float32)
-    return (
-        ptx.select(cute.math.abs(rounded) <= Float32(ptx.FP16_MAX), rounded, o)
-        if dtype is Float16
-        else rounded
-    )
+    if dtype is not Float16:
+        return rounded
+    return ptx.select(cute.math.abs(rounded) <= Float32(ptx.FP16_MAX), rounded, o)
 
 
 def store_o(dtype, draft, o_at, t, o):
@@ -113,10 +111,8 @@ class GatedNorm:
         """Prefetch the weight and the first tokens' z into L2; z of dense tokens only."""
         parts = self.cta_rows // 32
         token, row = coord.thread // parts, coord.tile * self.cta_rows + coord.thread % parts * 32
-        ptx.prefetch_l2(
-            z_address(args, coord, self.dtype, token, row),
-            (token < args.size.T) & (args.size.cu_seqlens_kind == 0),
-        )
+        at = z_address(args, coord, self.dtype, token, row)
+        ptx.prefetch_l2(at, (token < args.size.T) & (args.size.cu_seqlens_kind == 0))
         ptx.prefetch_l2(weight_address(args, row), token == 0)
 
     def elements(self, coord, first, count):
@@ -224,18 +220,14 @@ class GatedNorm:
             for first in range(0, self.V, 32):
                 x = outputs[lane + first]
                 total = cute.math.fma(x, x, total)
-            rstd = cute.math.rsqrt(
-                cute.math.fma(arithmetic.sum_lanes(total, 32), Float32(1 / self.V), eps)
-            )
+            total = arithmetic.sum_lanes(total, 32)
+            rstd = cute.math.rsqrt(cute.math.fma(total, Float32(1 / self.V), eps))
             at = o_at + offset(draft.start + t, args.stride.o_t)
             for first in cutlass.range_constexpr(0, self.cta_rows, 32):
-                row = lane + first
-                head_row = coord.tile * self.cta_rows + row
-                ptx.store(
-                    self.dtype,
-                    at + offset(head_row, args.stride.o_c),
-                    outputs[head_row] * rstd * factors[row],
-                )
+                head_row = coord.tile * self.cta_rows + (lane + first)
+                o_of_row = at + offset(head_row, args.stride.o_c)
+                x = outputs[head_row] * rstd * factors[lane + first]
+                ptx.store(self.dtype, o_of_row, x)
 
 
 # ------------------------------------------------------------ verify
@@ -272,10 +264,8 @@ class RowNorm:
     def prefetch(self, draft, condition):
         """Prefetch z of the warp's rows into L2, one token per lane."""
         coord, t = draft.coord, draft.coord.thread % 32
-        ptx.prefetch_l2(
-            z_address(draft.args, coord, self.dtype, draft.start + t, coord.warp_row),
-            condition & (t < draft.length),
-        )
+        at = z_address(draft.args, coord, self.dtype, draft.start + t, coord.warp_row)
+        ptx.prefetch_l2(at, condition & (t < draft.length))
 
     def load(self, draft):
         """Load (z of the lane's row per token, bits of its weight)."""
@@ -317,11 +307,8 @@ class RowNorm:
 
     def rstd(self, draft, t):
         """1 / RMS of token t, from its partial sums of squares in order."""
-        total, at, groups = (
-            None,
-            draft.shared + self.offset + t * self.token_words,
-            self.V // self.group,
-        )
+        at = draft.shared + self.offset + t * self.token_words
+        total, groups = None, self.V // self.group
         for first in range(0, groups, 4):
             four = shared_vector(at + first, 4).load()
             for i in range(min(4, groups - first)):

@@ -6,6 +6,7 @@ two.
 """
 
 import itertools
+from functools import partial
 
 import cutlass
 import cutlass.cute as cute
@@ -97,10 +98,8 @@ class Products:
                 late = load_late()
             rows = [self.state_parts(row[k_block]) for row in fragments]
             for step in range(2):
-                kq = [
-                    [self.kq.load(draft, m, k_block, step, part) for part in range(2)]
-                    for m in m_tiles
-                ]
+                load = partial(self.kq.load, draft)
+                kq = [[load(m, k_block, step, part) for part in range(2)] for m in m_tiles]
                 k = self.pairs.k_operands(draft, kq, k_block, step)
                 for m in m_tiles:
                     for row, parts in enumerate(rows):
@@ -129,9 +128,8 @@ class Products:
         """
         for target, a_part, b_part in ((0, 0, 0), (-1, 1, 0), (-1, 0, 1)):
             if b[b_part] is not None:
-                accumulators[target] = ptx.mma_sync(
-                    accumulators[target], a[a_part], b[b_part], self.kq.dtype
-                )
+                operands = a[a_part], b[b_part], self.kq.dtype
+                accumulators[target] = ptx.mma_sync(accumulators[target], *operands)
 
     def store(self, draft, m, skq):
         """Write S k and S q of eight tokens: a lane has two columns (V rows) of each."""
