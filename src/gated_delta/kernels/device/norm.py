@@ -83,7 +83,7 @@ class GatedNorm:
     of o, so no st.async can hit a CTA that has exited.
 
     Shared memory, fp32, behind the tokens' records: the cluster's mbarrier; per token o rounded to
-    its dtype [V] and weight * act(z) [cta_rows]. `coord` has n, hv, thread, o_row, sum_lane and
+    its dtype [V] and weight * act(z) [cta_rows]. `coord` has n, hv, thread, lane, o_row and
     tile, the CTA's rank in its cluster. sum_lanes: lanes with the same o.
     """
 
@@ -189,16 +189,17 @@ class GatedNorm:
 
         Each of the lanes with the same o stores it to other CTAs.
         """
-        coord, o = draft.coord, before_norm(o, self.dtype)
+        coord, lane = draft.coord, draft.coord.lane % self.sum_lanes
+        o = before_norm(o, self.dtype)
         if cutlass.const_expr(self.ctas == 1):
-            if coord.sum_lane == 0:
+            if lane == 0:
                 outputs = self.outputs(draft, t)
                 outputs[coord.o_row] = o
         else:
             shared = self.at(draft)
             at = (shared + (self.barrier_words + t * self.token_words + coord.o_row)).toint()
             for first in cutlass.range_constexpr(0, self.ctas, self.sum_lanes):
-                cta = first + coord.sum_lane
+                cta = first + lane
                 ptx.store_async(
                     at, shared.toint(), cutlass.min(cta, self.ctas - 1), o, cta < self.ctas
                 )
