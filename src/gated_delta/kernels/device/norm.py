@@ -141,29 +141,32 @@ class GatedNorm:
     @cute.jit
     def stage(self, draft, loaded):
         """Write weight * act(z) to shared memory: of `loaded`, then of all other elements."""
-        self.store_factors(draft, self.elements(draft.coord, 0, self.first_loads), loaded)
+        shared = self.at(draft)
+        self.store_factors(shared, draft, self.elements(draft.coord, 0, self.first_loads), loaded)
         if cutlass.const_expr(not self.one_round):
             first, step = self.first_loads * self.threads, LOADS * self.threads
             for i in cutlass.range(first, draft.length * self.cta_rows, step, unroll=1):
                 elements = self.elements(draft.coord, i, LOADS)
-                self.store_factors(draft, elements, self.load(draft, elements))
+                self.store_factors(shared, draft, elements, self.load(draft, elements))
 
     @cute.jit
-    def store_factors(self, draft, elements, loaded):
+    def store_factors(self, shared, draft, elements, loaded):
         for j in cutlass.range_constexpr(len(elements)):
             t, row = elements[j] // self.cta_rows, elements[j] % self.cta_rows
             if t < draft.length:
-                (z, bits), factors = loaded[j], self.factors(draft, t)
+                (z, bits), factors = loaded[j], self.factors(shared, t)
                 act = activated(draft.args, z)
                 factors[row] = act * ptx.scalar_from_bits(bits, draft.args.size.norm_weight_kind)
 
     # ------------------------------------------------------------ o
 
-    def outputs(self, draft, t):
-        return shared_tensor(self.at(draft) + (self.barrier_words + t * self.token_words), self.V)
+    # shared: at(draft), computed outside of loops.
 
-    def factors(self, draft, t):
-        at = self.at(draft) + (self.barrier_words + t * self.token_words + self.V)
+    def outputs(self, shared, t):
+        return shared_tensor(shared + (self.barrier_words + t * self.token_words), self.V)
+
+    def factors(self, shared, t):
+        at = shared + (self.barrier_words + t * self.token_words + self.V)
         return shared_tensor(at, self.cta_rows)
 
     @cute.jit
@@ -193,7 +196,7 @@ class GatedNorm:
         o = before_norm(o, self.dtype)
         if cutlass.const_expr(self.ctas == 1):
             if lane == 0:
-                outputs = self.outputs(draft, t)
+                outputs = self.outputs(self.at(draft), t)
                 outputs[coord.o_row] = o
         else:
             shared = self.at(draft)
@@ -207,16 +210,16 @@ class GatedNorm:
     @cute.jit
     def finish(self, draft, o_at):
         """Normalise and store the CTA's rows of every token; o_at: address of token 0, row 0."""
-        args, coord = draft.args, draft.coord
+        args, coord, shared = draft.args, draft.coord, self.at(draft)
         if cutlass.const_expr(self.ctas > 1):
             if coord.thread // 32 < draft.length:  # only warps with a token wait
-                cute.arch.mbarrier_wait(ptx.mbarrier(self.at(draft).toint()), 0)
+                cute.arch.mbarrier_wait(ptx.mbarrier(shared.toint()), 0)
         else:
             cute.arch.sync_threads()
         lane = coord.thread % 32
         eps = args.size.norm_eps.bitcast(Float32)
         for t in cutlass.range(coord.thread // 32, draft.length, self.warps, unroll=1):
-            outputs, factors = self.outputs(draft, t), self.factors(draft, t)
+            outputs, factors = self.outputs(shared, t), self.factors(shared, t)
             total = Float32(0)
             for first in range(0, self.V, 32):
                 x = outputs[lane + first]
