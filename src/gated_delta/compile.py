@@ -142,7 +142,7 @@ def sources(kernel: str) -> str:
 
 
 def _module(kernel: str) -> str:
-    """A kernel's module in this package: kernels.decode, kernels.prefill.scan of prefill_scan."""
+    """A kernel's module here: kernels.decode, drafts.verify, prefill.scan of prefill_scan."""
     name = "drafts.verify" if kernel == "verify" else kernel.replace("prefill_", "prefill.", 1)
     return f"kernels.{name}"
 

@@ -82,10 +82,8 @@ class Coord(NamedTuple):
     """The thread's rows are first_row, first_row + 32 // lanes, ..."""
     o_row: Int32
     """The row for which the thread holds S k and S q after the reduction."""
-    sum_lane: Int32
-    """Index among the lanes with the same o_row."""
     stores_o: cutlass.Boolean
-    """True in the first of these lanes; it stores o."""
+    """True in one of the lanes with the same o_row; that lane stores its o."""
 
 
 class Slots(NamedTuple):
@@ -210,9 +208,8 @@ class Decode:
         warp_row = tile * self.tile + (thread // 32) * self.state.warp_rows
         first_row = warp_row + (thread % 32) // self.lanes
         o_row = first_row + self.state.warp_groups * (lane // self.lanes_per_sum)
-        sum_lane = lane % self.lanes_per_sum
-        work = n, hv, tile, thread, lane, warp_row, first_row, o_row
-        return Coord(*work, sum_lane, sum_lane == 0)
+        stores_o = lane % self.lanes_per_sum == 0
+        return Coord(n, hv, tile, thread, lane, warp_row, first_row, o_row, stores_o)
 
     def chunk(self, draft, i):
         """`draft` with the coord of chunk i of its tile."""
@@ -412,9 +409,9 @@ class Decode:
 
     def load_v(self, draft, i):
         """Load element i of the tile's v [tokens, tile]."""
-        (args, coord), token, row = draft[1:3], i // self.tile, i % self.tile
+        coord, token, row = draft.coord, i // self.tile, i % self.tile
         row = coord.tile * self.tile + row
-        at = self.tokens.v_address(args, coord, draft.start + token, row)
+        at = self.tokens.v_address(draft.args, coord, draft.start + token, row)
         return ptx.load(self.tokens.dtype, at, token < draft.length)
 
     @cute.jit

@@ -10,7 +10,7 @@ The kernel is decode's for one token a sequence, where every lane of a V row has
 row's tokens, and verify's for more. Shared memory: history_layout.py.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -34,22 +34,6 @@ class Row(NamedTuple):
     end: Int32
     """Tokens of the call that are stored; zeros pad the row up to `filled`."""
     filled: Int32
-
-
-class Copy(NamedTuple):
-    """Rows of global memory to copy to shared memory, and zeros up to UNROLL rows.
-
-    size: numbers of a row in shared memory, of which global memory has `used`. position: of a row's
-    vector of four numbers in a row of `target`; its rows are `step` bytes apart.
-    """
-
-    at: Any
-    stride: Any
-    size: int
-    used: int
-    target: Any
-    step: int
-    position: Any
 
 
 class History:
@@ -125,33 +109,38 @@ class History:
     @cute.jit
     def copy(self, draft, active):
         """Copy k and u to shared memory, asynchronously."""
-        stride, C = draft.args.stride, draft.args.size.C
+        stride, C, K = draft.args.stride, draft.args.size.C, self.state.K
         k_at, u_at = self.tokens_at(draft.args, draft.coord, draft.row.index)
         if active:
-            size, used, target = self.padded_K, self.state.K, self.k(draft, 0)
-            k = Copy(k_at, stride.buffer_k_t, size, used, target, 4 * size, self.vector_position)
-            self.copy_rows(draft, k)
-            target, step = self.layout.u(draft.shared + self.offset, C, 0), self.layout.u_words * 4
-            u = (u_at, stride.buffer_u_t, self.tile, self.tile, target, step, lambda x: x * 4)
-            self.copy_rows(draft, Copy(*u))
+            k = (self.k(draft, 0), self.padded_K), (k_at, stride.buffer_k_t, K)
+            self.copy_rows(draft, *k, self.padded_K, self.vector_position)
+            target = self.layout.u(draft.shared + self.offset, C, 0), self.layout.u_words
+            u = target, (u_at, stride.buffer_u_t, self.tile)
+            self.copy_rows(draft, *u, self.tile, lambda vector: vector * 4)
         cute.arch.cp_async_commit_group()
 
-    def copy_rows(self, draft, copy):
-        vectors = min(copy.size // 4, self.threads)
+    def copy_rows(self, draft, target, source, size, position):
+        """Copy rows of `size` numbers, and zeros up to UNROLL rows.
+
+        target: (address, step) in shared memory. source: (address, stride, numbers of a row).
+        position: of a row's vector of four numbers in shared memory.
+        """
+        vectors = min(size // 4, self.threads)
         vector = draft.coord.thread % vectors
-        for first in range(0, copy.size // 4, vectors):
-            self.copy_column(draft, copy, vectors, vector + first)
+        for first in range(0, size // 4, vectors):
+            place = position(vector + first)
+            self.copy_column(draft, target, source, place, vectors, vector + first)
 
     @cute.jit
-    def copy_column(self, draft, copy, vectors, vector):
-        shared = copy.target + copy.position(vector)
-        first, step = draft.coord.thread // vectors, self.threads // vectors
-        end = (draft.row.first + UNROLL - 1) // UNROLL * UNROLL
-        for token in cutlass.range(first, end, step, unroll=1):
+    def copy_column(self, draft, target, source, position, vectors, vector):
+        (shared, step), (at, stride, used) = target, source
+        shared, end = shared + position, (draft.row.first + UNROLL - 1) // UNROLL * UNROLL
+        first = draft.coord.thread // vectors
+        for token in cutlass.range(first, end, self.threads // vectors, unroll=1):
             ptx.cp_async_or_zero(
-                shared.toint() + token * copy.step,
-                copy.at + offset(token, copy.stride) + vector * 16,
-                (vector * 4 < copy.used) & (token < draft.row.first),
+                shared.toint() + token * (4 * step),
+                at + offset(token, stride) + vector * 16,
+                (vector * 4 < used) & (token < draft.row.first),
             )
 
     def vector_position(self, vector):

@@ -39,11 +39,9 @@ def activated(args, z):
 def before_norm(o, dtype):
     """Round o as without a norm; keep a value that overflows fp16, since inf makes the head NaN."""
     rounded = o.to(dtype).to(Float32)
-    return (
-        ptx.select(cute.math.abs(rounded) <= Float32(ptx.FP16_MAX), rounded, o)
-        if dtype is Float16
-        else rounded
-    )
+    if dtype is not Float16:
+        return rounded
+    return ptx.select(cute.math.abs(rounded) <= Float32(ptx.FP16_MAX), rounded, o)
 
 
 def store_o(dtype, draft, o_at, t, o):
@@ -85,7 +83,7 @@ class GatedNorm:
     of o, so no st.async can hit a CTA that has exited.
 
     Shared memory, fp32, behind the tokens' records: the cluster's mbarrier; per token o rounded to
-    its dtype [V] and weight * act(z) [cta_rows]. `coord` has n, hv, thread, o_row, sum_lane and
+    its dtype [V] and weight * act(z) [cta_rows]. `coord` has n, hv, thread, lane, o_row and
     tile, the CTA's rank in its cluster. sum_lanes: lanes with the same o.
     """
 
@@ -113,10 +111,8 @@ class GatedNorm:
         """Prefetch the weight and the first tokens' z into L2; z of dense tokens only."""
         parts = self.cta_rows // 32
         token, row = coord.thread // parts, coord.tile * self.cta_rows + coord.thread % parts * 32
-        ptx.prefetch_l2(
-            z_address(args, coord, self.dtype, token, row),
-            (token < args.size.T) & (args.size.cu_seqlens_kind == 0),
-        )
+        at = z_address(args, coord, self.dtype, token, row)
+        ptx.prefetch_l2(at, (token < args.size.T) & (args.size.cu_seqlens_kind == 0))
         ptx.prefetch_l2(weight_address(args, row), token == 0)
 
     def elements(self, coord, first, count):
@@ -145,29 +141,32 @@ class GatedNorm:
     @cute.jit
     def stage(self, draft, loaded):
         """Write weight * act(z) to shared memory: of `loaded`, then of all other elements."""
-        self.store_factors(draft, self.elements(draft.coord, 0, self.first_loads), loaded)
+        shared = self.at(draft)
+        self.store_factors(shared, draft, self.elements(draft.coord, 0, self.first_loads), loaded)
         if cutlass.const_expr(not self.one_round):
             first, step = self.first_loads * self.threads, LOADS * self.threads
             for i in cutlass.range(first, draft.length * self.cta_rows, step, unroll=1):
                 elements = self.elements(draft.coord, i, LOADS)
-                self.store_factors(draft, elements, self.load(draft, elements))
+                self.store_factors(shared, draft, elements, self.load(draft, elements))
 
     @cute.jit
-    def store_factors(self, draft, elements, loaded):
+    def store_factors(self, shared, draft, elements, loaded):
         for j in cutlass.range_constexpr(len(elements)):
             t, row = elements[j] // self.cta_rows, elements[j] % self.cta_rows
             if t < draft.length:
-                (z, bits), factors = loaded[j], self.factors(draft, t)
+                (z, bits), factors = loaded[j], self.factors(shared, t)
                 act = activated(draft.args, z)
                 factors[row] = act * ptx.scalar_from_bits(bits, draft.args.size.norm_weight_kind)
 
     # ------------------------------------------------------------ o
 
-    def outputs(self, draft, t):
-        return shared_tensor(self.at(draft) + (self.barrier_words + t * self.token_words), self.V)
+    # shared: at(draft), computed outside of loops.
 
-    def factors(self, draft, t):
-        at = self.at(draft) + (self.barrier_words + t * self.token_words + self.V)
+    def outputs(self, shared, t):
+        return shared_tensor(shared + (self.barrier_words + t * self.token_words), self.V)
+
+    def factors(self, shared, t):
+        at = shared + (self.barrier_words + t * self.token_words + self.V)
         return shared_tensor(at, self.cta_rows)
 
     @cute.jit
@@ -193,16 +192,17 @@ class GatedNorm:
 
         Each of the lanes with the same o stores it to other CTAs.
         """
-        coord, o = draft.coord, before_norm(o, self.dtype)
+        coord, lane = draft.coord, draft.coord.lane % self.sum_lanes
+        o = before_norm(o, self.dtype)
         if cutlass.const_expr(self.ctas == 1):
-            if coord.sum_lane == 0:
-                outputs = self.outputs(draft, t)
+            if lane == 0:
+                outputs = self.outputs(self.at(draft), t)
                 outputs[coord.o_row] = o
         else:
             shared = self.at(draft)
             at = (shared + (self.barrier_words + t * self.token_words + coord.o_row)).toint()
             for first in cutlass.range_constexpr(0, self.ctas, self.sum_lanes):
-                cta = first + coord.sum_lane
+                cta = first + lane
                 ptx.store_async(
                     at, shared.toint(), cutlass.min(cta, self.ctas - 1), o, cta < self.ctas
                 )
@@ -210,32 +210,28 @@ class GatedNorm:
     @cute.jit
     def finish(self, draft, o_at):
         """Normalise and store the CTA's rows of every token; o_at: address of token 0, row 0."""
-        args, coord = draft.args, draft.coord
+        args, coord, shared = draft.args, draft.coord, self.at(draft)
         if cutlass.const_expr(self.ctas > 1):
             if coord.thread // 32 < draft.length:  # only warps with a token wait
-                cute.arch.mbarrier_wait(ptx.mbarrier(self.at(draft).toint()), 0)
+                cute.arch.mbarrier_wait(ptx.mbarrier(shared.toint()), 0)
         else:
             cute.arch.sync_threads()
         lane = coord.thread % 32
         eps = args.size.norm_eps.bitcast(Float32)
         for t in cutlass.range(coord.thread // 32, draft.length, self.warps, unroll=1):
-            outputs, factors = self.outputs(draft, t), self.factors(draft, t)
+            outputs, factors = self.outputs(shared, t), self.factors(shared, t)
             total = Float32(0)
             for first in range(0, self.V, 32):
                 x = outputs[lane + first]
                 total = cute.math.fma(x, x, total)
-            rstd = cute.math.rsqrt(
-                cute.math.fma(arithmetic.sum_lanes(total, 32), Float32(1 / self.V), eps)
-            )
+            total = arithmetic.sum_lanes(total, 32)
+            rstd = cute.math.rsqrt(cute.math.fma(total, Float32(1 / self.V), eps))
             at = o_at + offset(draft.start + t, args.stride.o_t)
             for first in cutlass.range_constexpr(0, self.cta_rows, 32):
-                row = lane + first
-                head_row = coord.tile * self.cta_rows + row
-                ptx.store(
-                    self.dtype,
-                    at + offset(head_row, args.stride.o_c),
-                    outputs[head_row] * rstd * factors[row],
-                )
+                head_row = coord.tile * self.cta_rows + (lane + first)
+                o_of_row = at + offset(head_row, args.stride.o_c)
+                x = outputs[head_row] * rstd * factors[lane + first]
+                ptx.store(self.dtype, o_of_row, x)
 
 
 # ------------------------------------------------------------ verify
@@ -272,10 +268,8 @@ class RowNorm:
     def prefetch(self, draft, condition):
         """Prefetch z of the warp's rows into L2, one token per lane."""
         coord, t = draft.coord, draft.coord.thread % 32
-        ptx.prefetch_l2(
-            z_address(draft.args, coord, self.dtype, draft.start + t, coord.warp_row),
-            condition & (t < draft.length),
-        )
+        at = z_address(draft.args, coord, self.dtype, draft.start + t, coord.warp_row)
+        ptx.prefetch_l2(at, condition & (t < draft.length))
 
     def load(self, draft):
         """Load (z of the lane's row per token, bits of its weight)."""
@@ -317,11 +311,8 @@ class RowNorm:
 
     def rstd(self, draft, t):
         """1 / RMS of token t, from its partial sums of squares in order."""
-        total, at, groups = (
-            None,
-            draft.shared + self.offset + t * self.token_words,
-            self.V // self.group,
-        )
+        at = draft.shared + self.offset + t * self.token_words
+        total, groups = None, self.V // self.group
         for first in range(0, groups, 4):
             four = shared_vector(at + first, 4).load()
             for i in range(min(4, groups - first)):

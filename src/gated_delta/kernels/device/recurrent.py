@@ -131,11 +131,8 @@ class StateRows:
     def prefetch_bulk(self, args, coord, first_row, rows):
         """Prefetch the CTA's rows with one bulk copy, issued by its first thread."""
         slot, inside = self.prefetched_slot(args, coord)
-        ptx.bulk_prefetch_l2(
-            self.address(args, coord, slot, first_row),
-            rows * self.row_bytes,
-            inside & (coord.thread == 0),
-        )
+        at = self.address(args, coord, slot, first_row)
+        ptx.bulk_prefetch_l2(at, rows * self.row_bytes, inside & (coord.thread == 0))
 
     def prefetched_slot(self, args, coord):
         """(slot the sequence probably reads, True if it lies in the pool)."""
@@ -274,9 +271,8 @@ class Tokens:
         for at in self.qk_addresses(args, coord, token):
             ptx.prefetch_l2(at + channel * (self.dtype.width // 8), inside)
         ptx.prefetch_l2(self.v_address(args, coord, token, coord.o_row), dense)
-        ptx.prefetch_l2(
-            self.g_address(args, coord, token, channel if self.channel else None), inside
-        )
+        g_at = self.g_address(args, coord, token, channel if self.channel else None)
+        ptx.prefetch_l2(g_at, inside)
 
     # ------------------------------------------------------------ q and k
 

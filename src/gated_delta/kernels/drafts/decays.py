@@ -30,10 +30,13 @@ class Scalars:
         active = self.in_last_warp(draft) & (t < draft.length)
         return self.tokens.load_beta(draft, t, active), active
 
+    def beta(self, draft, raw):
+        factor = draft.args.size.beta_factor
+        return ptx.select(factor != 0, arithmetic.beta_of_logit(raw, factor), raw)
+
     @cute.jit
-    def stage(self, draft, beta, cumulative):
-        t, factor = draft.coord.thread % 32, draft.args.size.beta_factor
-        beta = ptx.select(factor != 0, arithmetic.beta_of_logit(beta, factor), beta)
+    def store(self, draft, beta, cumulative):
+        t = draft.coord.thread % 32
         if t < draft.length:
             scalars = self.of_token(draft, t)
             scalars[0] = beta
@@ -61,18 +64,19 @@ class HeadDecays:
     @cute.jit
     def stage(self, draft, loaded, past):
         """Write beta and decays to shared memory, log decays and then zeros to the buffer."""
-        (beta, g, parameters), coord, row = loaded, draft.coord, draft.row
+        (raw, g, parameters), coord, row = loaded, draft.coord, draft.row
         buffer_at = buffer_address("log_decay", draft)
         if self.scalars.in_last_warp(draft):
             t = coord.thread % 32
+            beta = self.scalars.beta(draft, raw)
             log_decay = self.tokens.log_decay(draft.args, g, parameters)
-            paths = shared_tensor(draft.shared + self.paths, self.path_words)
             decay = cute.math.exp(log_decay)
+            paths = shared_tensor(draft.shared + self.paths, self.path_words)
             cumulative = self.tree.stage_paths(draft, paths, self.pair_row, decay)
             at = buffer_at + offset(t, draft.args.stride.buffer_log_decay_t)
             inside = (coord.tile == 0) & (t < row.filled)
             ptx.store_if(Float32, at, ptx.select(t < draft.length, log_decay, Float32(0)), inside)
-            self.scalars.stage(draft, beta, cumulative)
+            self.scalars.store(draft, beta, cumulative)
 
     def path(self, draft, at):
         """Two of the products."""
@@ -130,7 +134,7 @@ class ChannelDecays:
         """Write beta and decays to shared memory, log decays and then zeros to the buffer."""
         (beta, gates), buffer_at = loaded, buffer_address("log_decay", draft)
         if self.scalars.in_last_warp(draft):
-            self.scalars.stage(draft, beta, Float32(0))
+            self.scalars.store(draft, self.scalars.beta(draft, beta), Float32(0))
         for i in cutlass.range_constexpr(len(gates)):
             channel = thread_channels(draft.coord, self.padded_K, self.threads)[i]
             if channel < self.padded_K:

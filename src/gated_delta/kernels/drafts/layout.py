@@ -3,6 +3,7 @@
 Offsets and sizes are in 32-bit words. Every size is a multiple of four: regions are aligned.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -47,7 +48,7 @@ class Region(NamedTuple):
 
 REGIONS = (
     # k and q [token, 2, padded_K], fp32.
-    Region("kq", lambda x: x.keeps_kq * 2 * x.rows_of_K, "stage_qk", "pairs, history"),
+    Region("kq", lambda x: x.keeps_kq * 2 * x.rows_of_K, "store_qk", "pairs, history"),
     # KDA's decays, and b_t, the products of the decays up to t [token, padded_K each].
     Region("decays", lambda x: x.channel * x.rows_of_K, "decays", "pairs, history"),
     Region("cumulative", lambda x: x.channel * x.rows_of_K, "decays", "pairs"),
@@ -55,7 +56,7 @@ REGIONS = (
     Region("overhang", lambda x: x.overlies * max(0, x.products - 4 * x.rows_of_K), "", ""),
     # k b_t and q b_t (GDN: k and q), split in two, in mma.sync's order; with mma_pairs k / b_t
     # [high or low part, m_tile, k_block, step, lane, 4 or 2].
-    Region("kq_operand", lambda x: x.operand_blocks * 4, "stage_qk, pairs", "products"),
+    Region("kq_operand", lambda x: x.operand_blocks * 4, "store_qk, pairs", "products"),
     Region("k_over_b", lambda x: x.facts.mma_pairs * x.operand_blocks * 2, "pairs", "products"),
     # S k and S q of each warp's rows, interleaved [warp, token, product_words]: with mma_pairs and
     # without history from offset 0 on, over the tokens, which the mainloop no longer needs.
@@ -71,6 +72,8 @@ REGIONS = (
     Region("squares", lambda x: x.facts.norm * x.tokens * x.square_words, "norm", "norm"),
 )
 """Regions in their order; those of a buffer's row (HistoryLayout) lie behind them."""
+
+Offsets: Any = NamedTuple("Offsets", [(region.name, int) for region in REGIONS])
 
 
 class Layout:
@@ -95,13 +98,10 @@ class Layout:
         self.pair_row = max(self.tokens, 4)
         self.pair_words = 2 * self.pair_row * self.pair_row
         self.square_words = -(-facts.V // ROW_GROUP // 4) * 4
-        offsets, self.words = {}, 0
-        for region in REGIONS:
-            offsets[region.name] = self.words
-            self.words += region.words(self)
+        *offsets, self.words = itertools.accumulate((x.words(self) for x in REGIONS), initial=0)
+        self.at = Offsets(*offsets)
         if self.overlies:
-            offsets["products"] = 0
-        self.at: Any = NamedTuple("Offsets", [(name, int) for name in offsets])(**offsets)
+            self.at = self.at._replace(products=0)
         self.history = HistoryLayout(self.channel, self.padded_K, self.tokens, self.tile)
 
     def shared_words(self, C: Any) -> Any:

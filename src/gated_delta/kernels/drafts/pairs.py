@@ -260,10 +260,8 @@ class MmaPairs:
         return pairs_at
 
     def k_operands(self, draft, kq, k_block, step):
-        return [
-            [self.k_over_b.load(draft, m, k_block, step, part) for part in range(2)]
-            for m in range(self.m_tiles)
-        ]
+        load = partial(self.k_over_b.load, draft)
+        return [[load(m, k_block, step, x) for x in range(2)] for m in range(self.m_tiles)]
 
     def store(self, draft, m, pairs):
         self.warp.store(draft, m, pairs, lambda draft, t, i, inside, akk_aqk: akk_aqk)

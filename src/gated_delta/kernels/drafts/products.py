@@ -6,6 +6,7 @@ two.
 """
 
 import itertools
+from functools import partial
 
 import cutlass
 import cutlass.cute as cute
@@ -74,7 +75,7 @@ class Products:
 
     def load_state(self, draft, slot, active):
         """Load this lane's 16-byte vectors of its warp's rows quad, quad + 8, ..."""
-        rows, (args, coord), row_bytes = [], draft[1:3], self.state.row_bytes
+        args, coord, rows, row_bytes = draft.args, draft.coord, [], self.state.row_bytes
         policy = self.state.policy(args.size.keep_in_l2)
         for first in range(0, self.rows, 8):
             at = self.state.address(args, coord, slot, coord.warp_row + coord.quad + first)
@@ -97,14 +98,12 @@ class Products:
                 late = load_late()
             rows = [self.state_parts(row[k_block]) for row in fragments]
             for step in range(2):
-                kq = [
-                    [self.kq.load(draft, m, k_block, step, part) for part in range(2)]
-                    for m in m_tiles
-                ]
+                load = partial(self.kq.load, draft)
+                kq = [[load(m, k_block, step, part) for part in range(2)] for m in m_tiles]
                 k = self.pairs.k_operands(draft, kq, k_block, step)
                 for m in m_tiles:
                     for row, parts in enumerate(rows):
-                        b = [x and x[2 * step : 2 * step + 2] for x in parts]
+                        b = [None if x is None else x[2 * step : 2 * step + 2] for x in parts]
                         self.split_mma(skq[m][row], kq[m], b)
                     for earlier, accumulators in enumerate(pairs[m]):
                         self.split_mma(accumulators, kq[m], k[earlier])
@@ -129,9 +128,8 @@ class Products:
         """
         for target, a_part, b_part in ((0, 0, 0), (-1, 1, 0), (-1, 0, 1)):
             if b[b_part] is not None:
-                accumulators[target] = ptx.mma_sync(
-                    accumulators[target], a[a_part], b[b_part], self.kq.dtype
-                )
+                operands = a[a_part], b[b_part], self.kq.dtype
+                accumulators[target] = ptx.mma_sync(accumulators[target], *operands)
 
     def store(self, draft, m, skq):
         """Write S k and S q of eight tokens: a lane has two columns (V rows) of each."""
