@@ -174,11 +174,11 @@ def test_trees_take_an_sm_like_chains(chain):
 @needs_compiler
 @pytest.mark.usefixtures("shared")
 @pytest.mark.parametrize(
-    "variant", [v for v in dispatch.shipped() if "blocks_per_sm" in dict(v.facts)], ids=str
+    "variant", [v for v in dispatch.shipped() if "ctas_per_sm" in dict(v.facts)], ids=str
 )
 def test_the_scheduled_ctas_of_decode_fit_on_an_sm(variant):
     resources, facts = compile.resources(compile.build(variant, "sm_90a")), dict(variant.facts)
-    assert resources.registers * facts["threads"] * facts["blocks_per_sm"] <= 65536
+    assert resources.registers * facts["threads"] * facts["ctas_per_sm"] <= 65536
     assert resources.stack == 0
 
 

@@ -138,7 +138,7 @@ SCHEDULES = [  # a head in several CTAs of a cluster, in one CTA, in one CTA by 
     Schedule(8, 128, cluster=True),
     Schedule(8, 256),
     Schedule(4, 256),
-    Schedule(4, 256, blocks_per_sm=3, prefetch_chunks=1),
+    Schedule(4, 256, ctas_per_sm=3, prefetch_chunks=1),
     Schedule(4, 128),
 ]
 

@@ -242,7 +242,7 @@ def test_blocks_divide_the_rows_of_a_head(op, K, V):
         problem = Problem(op, axis, 2, 4, K, V, T, **dtypes)
         for sequences in (1, 8, 100, 150, 200, 300, 500, 1000, 5000):
             plan = operation.plan(problem, sequences, sequences * T)
-            assert V % operation.block_rows(problem, plan.schedule) == 0
+            assert V % operation.cta_rows(problem, plan.schedule) == 0
             assert plan.variants[0] in operation.variants(problem)
 
 
@@ -298,7 +298,7 @@ def test_a_norm_has_a_block_or_cluster_per_head(K, gpu):
             most = 1 if gpu.level == "sm_80" else 8  # only some devices run larger clusters
             assert 1 <= blocks <= most
             assert threads >= 64  # one warp computes KDA's decays
-            assert variant.get("blocks_per_sm", 1) * threads <= 1024  # CUDA's limit of a block
+            assert variant.get("ctas_per_sm", 1) * threads <= 1024  # CUDA's limit of a block
             assert variant.get("prefetch_chunks", 1) <= variant["chunks"]
         for variant in facts_of(Problem("verify", *sizes, state_dtype=state_dtype, **facts), gpu):
             assert variant["rows"] * variant["threads"] == 32 * V

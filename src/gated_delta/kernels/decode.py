@@ -114,7 +114,7 @@ class Facts(NamedTuple):
     threads: int
     chunks: int
     norm: bool = False
-    blocks_per_sm: int = 0
+    ctas_per_sm: int = 0
     """ptxas caps registers so that this many CTAs fit on an SM."""
     prefetch_chunks: int = 0
     bulk: bool = False
@@ -135,7 +135,7 @@ class Decode:
         self.single_token, self.rows, self.threads = f.single_token, f.rows, f.threads
         self.chunks, self.chunk_rows = f.chunks, tile_rows(f.K, f.rows, f.threads)
         self.prefetch_chunks, self.bulk = f.prefetch_chunks or f.chunks, f.bulk
-        most = f.blocks_per_sm * f.threads
+        most = f.ctas_per_sm * f.threads
         self.limits = dict(max_number_threads=(most, 1, 1)) if most else {}
         self.lanes, self.padded_K = self.state.lanes, self.state.padded_K
         self.groups = f.threads // self.lanes  # rows, or tokens' q and k, per access of the CTA

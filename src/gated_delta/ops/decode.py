@@ -106,8 +106,8 @@ NORM_SCHEDULES: dict[tuple[str, str, bool], Table] = {
     ),
     ("channel", "fp32", True): (
         (LARGE, Schedule(4, 128, True, cluster=True, bulk=True)),
-        (10 * MIB, Schedule(4, 256, blocks_per_sm=3, prefetch_chunks=1)),
-        (4 * MIB, Schedule(4, 256, blocks_per_sm=3)),
+        (10 * MIB, Schedule(4, 256, ctas_per_sm=3, prefetch_chunks=1)),
+        (4 * MIB, Schedule(4, 256, ctas_per_sm=3)),
         (0, Schedule(4, 128, cluster=True, bulk=True)),
     ),
     ("head", "bf16", False): (
@@ -149,7 +149,7 @@ Large launches of 16-bit states need four CTAs on an SM. With a norm, small laun
 VERIFY = Verify()
 """Chooses the kernel of a decode with a buffer of more than one token per sequence."""
 
-FACTS_IF_SET = ("blocks_per_sm", "prefetch_chunks", "bulk")
+FACTS_IF_SET = ("ctas_per_sm", "prefetch_chunks", "bulk")
 """Fields of a schedule that a variant names only if they are set: few schedules set one."""
 
 
@@ -293,14 +293,14 @@ class Decode(StateOperation):
         if "buffer" in problem.options:
             (least, large), middle, small = BUFFERED
             if state_width(problem) == "bf16":
-                large = large._replace(blocks_per_sm=4)
+                large = large._replace(ctas_per_sm=4)
             if "norm" in problem.options:
                 small = (0, CLUSTER_OF_4)
             return ((least, large), middle, small)
         table = NORM_SCHEDULES if "norm" in problem.options else SCHEDULES
         return table[problem.axis, state_width(problem), single_token(problem)]
 
-    def block_rows(self, problem: Problem, schedule: Schedule) -> int:
+    def cta_rows(self, problem: Problem, schedule: Schedule) -> int:
         return tile_rows(problem.K, schedule.rows, schedule.threads) * schedule.chunks
 
     def block_chunks(self, problem: Problem, schedule: Schedule) -> int:

@@ -138,7 +138,7 @@ class Flush(StateOperation):
     def schedules(self, problem: Problem) -> Table:
         return SCHEDULES[state_width(problem)]
 
-    def block_rows(self, problem: Problem, schedule: Schedule) -> int:
+    def cta_rows(self, problem: Problem, schedule: Schedule) -> int:
         return tile_rows(problem.K, schedule.rows, schedule.threads)
 
     def variant(self, problem: Problem, schedule: Schedule) -> compile.Variant:

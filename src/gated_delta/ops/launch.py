@@ -458,7 +458,7 @@ class Schedule(NamedTuple):
     cluster: bool = False
     """decode with a norm: the CTAs of a head, of at least 32 rows each, form a cluster. Otherwise
     one CTA processes all rows of a head, in as many chunks as that takes."""
-    blocks_per_sm: int = 0
+    ctas_per_sm: int = 0
     """decode: limit registers so that this many CTAs fit on an SM; 0: no limit."""
     prefetch_chunks: int = 0
     """decode: prefetch only the first chunks of a CTA; 0: all."""
@@ -496,7 +496,7 @@ class StateOperation(Operation):
     def schedules(self, problem: Problem) -> Table: ...
 
     @abstractmethod
-    def block_rows(self, problem: Problem, schedule: Schedule) -> int:
+    def cta_rows(self, problem: Problem, schedule: Schedule) -> int:
         """V rows of a CTA, a divisor of V."""
 
     @abstractmethod
@@ -525,7 +525,7 @@ class StateOperation(Operation):
         )
         if gpu.level == "sm_80":
             schedule = self.without_pdl(schedule)
-        while problem.V % self.block_rows(problem, schedule):
+        while problem.V % self.cta_rows(problem, schedule):
             schedule = self.halved(schedule)
         return Plan(schedule, (self.variant(problem, schedule),), gpu)
 

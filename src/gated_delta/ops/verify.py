@@ -175,7 +175,7 @@ class Verify(StateOperation):
             reasons.append(f"{room}: take {fewer}")
         return reasons
 
-    def block_rows(self, problem: Problem, schedule: Schedule) -> int:
+    def cta_rows(self, problem: Problem, schedule: Schedule) -> int:
         return schedule.rows * schedule.threads // 32
 
     def halved(self, schedule: Schedule) -> Schedule:

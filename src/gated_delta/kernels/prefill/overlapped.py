@@ -28,7 +28,7 @@ from .arguments import CTA_QUEUE, ITEM_QUEUE, SCANNED
 from .kernel import PrefillKernel
 from .layout import D
 from .mainloop.fp32 import MainloopFp32
-from .mainloop.load_store import TileCopies
+from .mainloop.load_store import LoadStoreWarps
 from .mainloop.pipeline import LOAD_THREADS, SplitStages
 from .mainloop.segments import scan_coord
 from .mainloop.tile_scheduler import work_of
@@ -166,7 +166,9 @@ class PrefillOverlapped(PrefillKernel):
         if channel:
             self.last_terms = smem.add(self.terms.shared, 128)
         self.shared = smem.size
-        self.copies = TileCopies(self.stages, BFloat16, D // ROWS, prefetch=True, overlapped=True)
+        self.copies = LoadStoreWarps(
+            self.stages, BFloat16, D // ROWS, prefetch=True, overlapped=True
+        )
         options = dict(deterministic=deterministic, checkpoints=checkpoints, recomputes=True)
         facts = self.stages, D, BFloat16, DTYPES[state_dtype]
         self.mainloop = MainloopFp32(*facts, **options)

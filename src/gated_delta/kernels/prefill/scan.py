@@ -21,7 +21,7 @@ from .arguments import CHUNK
 from .kernel import PrefillKernel
 from .layout import D, init_shared
 from .mainloop.fp32 import MainloopFp32
-from .mainloop.load_store import TileCopies, has_values
+from .mainloop.load_store import LoadStoreWarps, has_values
 from .mainloop.pipeline import LOAD_THREADS, make_stages
 from .mainloop.segments import add_window, in_place, scan_coord
 from .mainloop.state import load_rows, prefetch_initial_state, segment_state_at, state_coord
@@ -65,7 +65,7 @@ class PrefillScan(PrefillKernel):
         self.stages = make_stages(smem, channel, stages, STORE_THREADS, deterministic)
         self.shared = smem.size
         # KDA's scan is bound by its bytes, and loses by a prefetch.
-        self.copies = TileCopies(self.stages, DTYPES[dtype], self.v_tiles, not channel, windows)
+        self.copies = LoadStoreWarps(self.stages, DTYPES[dtype], self.v_tiles, not channel, windows)
         self.mainloop = MainloopFp32(
             self.stages,
             K,

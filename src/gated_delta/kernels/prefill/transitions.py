@@ -24,8 +24,8 @@ from .arguments import STATE_BYTES
 from .kernel import PrefillKernel
 from .layout import D, head_number, init_shared, segment_flag_at, segment_number
 from .mainloop.fp32 import MainloopFp32
-from .mainloop.load_store import TileCopies
-from .mainloop.pipeline import LOAD_THREADS, TileStages
+from .mainloop.load_store import LoadStoreWarps
+from .mainloop.pipeline import LOAD_THREADS, ChunkStages
 from .mainloop.segments import add_window, has_window, in_place, scan_coord, window_chunks
 from .mainloop.state import (
     WARPGROUP_ROWS,
@@ -48,18 +48,18 @@ class PrefillTransitions(PrefillKernel):
         # mma.sync has no registers for a second MMA warpgroup.
         self.rows = V if levels.current().wgmma else WARPGROUP_ROWS
         self.mma_groups, self.b_tiles = self.rows // WARPGROUP_ROWS, V // self.rows
-        self.tiles = self.b_tiles + D // self.rows  # of B's rows, then of M's
+        self.row_tiles = self.b_tiles + D // self.rows  # of B's rows, then of M's
         self.has_windows = K == V == D
         channel, one_group = axis == "channel", self.mma_groups == 1
         smem = hopper.SharedMemory()
-        self.stages = TileStages(smem, channel, self.rows, stages, stores=0)
+        self.stages = ChunkStages(smem, channel, self.rows, stages, stores=0)
         self.shared, self.threads = smem.size, WARPGROUP * (1 + self.mma_groups)
         prefetch = one_group and not channel
-        self.copies = TileCopies(self.stages, DTYPES[dtype], self.b_tiles, prefetch)
+        self.copies = LoadStoreWarps(self.stages, DTYPES[dtype], self.b_tiles, prefetch)
         self.mainloop = MainloopFp32(self.stages, K, DTYPES[dtype], DTYPES[state_dtype])
 
     def ctas(self, args):
-        return self.tiles * args.size.HV * args.size.N * args.size.segments
+        return self.row_tiles * args.size.HV * args.size.N * args.size.segments
 
     @cute.kernel
     def kernel(self, args: NamedTuple):
@@ -68,7 +68,7 @@ class PrefillTransitions(PrefillKernel):
         shared = init_shared(stages.rings, stages.tinv, stages.count, thread, self.threads)
         if args.ptr.sequence_order != 0:
             hopper.wait_for_previous_kernel()
-        work, group = work_of(args, cta, self.tiles), thread // WARPGROUP - 1
+        work, group = work_of(args, cta, self.row_tiles), thread // WARPGROUP - 1
         coord = scan_coord(args, work, self.rows, shared, thread % WARPGROUP, group)
         cute.arch.sync_threads()
         hopper.wait_for_previous_kernel()
@@ -88,16 +88,16 @@ class PrefillTransitions(PrefillKernel):
 
     def store_flag(self, args, coord, next_known, thread):
         """No transition is passed over it where the next state is known, or not needed."""
-        first = (coord.work.tile == 0) & (thread == 0)
+        first = (coord.work.row_tile == 0) & (thread == 0)
         head = head_number(args, coord.work.sequence.n, ptx.opaque(coord.work.hv))
         flag_at = segment_flag_at(args, segment_number(args, head, coord.work.segment))
         ptx.store_words(flag_at, [Uint32(Int32(next_known))], first)
 
     def rows_of_m_or_b(self, coord):
         """The coord with a V row among those of B, or of M: B has one tile, or as many as M."""
-        tile = coord.work.tile % self.b_tiles
+        tile = coord.work.row_tile % self.b_tiles
         if self.b_tiles == 1:
-            tile = cutlass.max(coord.work.tile - 1, 0)
+            tile = cutlass.max(coord.work.row_tile - 1, 0)
         return coord._replace(v_row=tile * self.rows + cutlass.max(coord.group, 0) * WARPGROUP_ROWS)
 
     @cute.jit
@@ -152,10 +152,10 @@ class PrefillTransitions(PrefillKernel):
                     state[4 * j + i] = ptx.select(on_diagonal, diagonal, Float32(0))
 
     def is_b(self, work):
-        return work.tile < self.b_tiles
+        return work.row_tile < self.b_tiles
 
     def is_m(self, work):
-        return work.tile >= self.b_tiles
+        return work.row_tile >= self.b_tiles
 
 
 def starts_known(coord):

@@ -26,7 +26,7 @@ SCALES = (
 
 
 class MainloopFp32:
-    """stages: TileStages, without outputs for transitions, or SplitStages.
+    """stages: ChunkStages, without outputs for transitions, or SplitStages.
 
     deterministic: whether a chunk's bits follow from its state and tokens alone. checkpoints:
     whether states are stored between chunks. recomputes: compute addresses of the final state anew,
@@ -119,9 +119,9 @@ class MainloopFp32:
         self.stages.enter_late_part(coord, pipe)
         self.start_update(coord, frag, pipe, u_scales)
         if cutlass.const_expr(self.epilogue_first):
-            self.finish_chunk(coord, frag, pipe, o_scale)
-        v_absmax = self.wait_for_values(coord, next_pipe)
-        if cutlass.const_expr(not self.epilogue_first):  # otherwise finish_chunk has waited
+            self.epilogue(coord, frag, pipe, o_scale)
+        v_absmax = self.wait_for_absmax(coord, next_pipe)
+        if cutlass.const_expr(not self.epilogue_first):  # otherwise epilogue has waited
             self.products.wait(1 if self.has_outputs else 0)
         if cutlass.const_expr(self.deterministic):
             # Before a new scale: where fp32 cannot hold all digits, it would show in a checkpoint.
@@ -133,13 +133,13 @@ class MainloopFp32:
             state_scale = state.rescale(frag.state, v_absmax, state_scale, measure)
         state.to_fp16(frag.state, frag.state_fp16)
         if cutlass.const_expr(not self.epilogue_first):
-            self.finish_chunk(coord, frag, pipe, o_scale)
+            self.epilogue(coord, frag, pipe, o_scale)
         if cutlass.const_expr(not self.deterministic):
             checkpoint = self.store_if_due(args, coord, frag, next_pipe, state_scale, checkpoint)
         return state_scale, next_pipe, checkpoint
 
     @cute.jit
-    def wait_for_values(self, coord, pipe):
+    def wait_for_absmax(self, coord, pipe):
         """Wait for a chunk, if there is one. Returns its values' absmax."""
         v_absmax = Float32(0)
         if pipe.chunk < coord.end_chunk:
@@ -159,7 +159,7 @@ class MainloopFp32:
         if self.has_outputs:
             self.start_mma(frag.o, frag.u, frag.right, "aqk", pipe, True)
 
-    def finish_chunk(self, coord, frag, pipe, state_scale):
+    def epilogue(self, coord, frag, pipe, state_scale):
         """Epilogue of a chunk: outputs to shared memory, the stage is released."""
         if self.has_outputs:
             o_scales = self.column_scales(coord, pipe, "o")

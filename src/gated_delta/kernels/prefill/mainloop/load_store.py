@@ -26,7 +26,7 @@ PARTS = {
 """Tiles, triangles and scales that are copied together, where stages have them."""
 
 
-class TileCopies:
+class LoadStoreWarps:
     """The load and store warps of a scan by tiles.
 
     prefetch: whether load warps prefetch v to L2. windows: of the scan. overlapped: another warp
@@ -89,7 +89,7 @@ class TileCopies:
     def v_address(self, args, work, token, vector):
         """Address of 16 bytes of a token's values, of the work tile's V rows."""
         at = args.ptr.v + offset(work.hv, args.stride.v_h)
-        at += offset(work.tile % self.v_tiles, self.stages.rows * 2) + vector * 16
+        at += offset(work.row_tile % self.v_tiles, self.stages.rows * 2) + vector * 16
         return at + layout.token_offset(args, "v", work.sequence, token)
 
     def load_v(self, args, coord, v_at, c, ahead, has_v):
@@ -190,7 +190,7 @@ class TileCopies:
         stride, work = args.stride, coord.work
         row, vector, step = self.copy_slice(coord.thread, self.stages.stores)
         o_at = args.ptr.o + offset(work.hv, stride.o_h)
-        o_at += offset(work.tile, self.stages.rows * 2) + vector * 16
+        o_at += offset(work.row_tile, self.stages.rows * 2) + vector * 16
         o_at += layout.token_offset(args, "o", work.sequence, Int32(0))
         self.wait_for_prepare()
         for c in cutlass.range(coord.first_chunk, coord.end_chunk, 1, unroll=1):

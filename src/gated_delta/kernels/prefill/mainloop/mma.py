@@ -17,7 +17,7 @@ from .state import Fragments, Operands, make_fragments, right_operands
 
 
 class Wgmma:
-    """stages: TileStages or SplitStages."""
+    """stages: ChunkStages or SplitStages."""
 
     asynchronous = True
 

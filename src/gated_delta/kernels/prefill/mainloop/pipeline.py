@@ -26,10 +26,10 @@ def make_stages(smem, channel, count, stores, deterministic):
     """Stages of the scan: a single one comes and goes in two parts."""
     if count == 1:
         return SplitStages(smem, channel, 1, 2, stores, deterministic)
-    return TileStages(smem, channel, WARPGROUP_ROWS, count, stores, deterministic)
+    return ChunkStages(smem, channel, WARPGROUP_ROWS, count, stores, deterministic)
 
 
-class TileStages:
+class ChunkStages:
     """One ring for all of a chunk. SplitStages has the same attributes and methods.
 
     rows: V rows of the CTA. stores: threads of the store warps, 0 without outputs. has_absmax:

@@ -49,7 +49,7 @@ def scan_coord(args, work, rows, shared, thread, group):
     chunks, per_segment = num_chunks(work.sequence.tokens), segment_chunks(args, work.sequence)
     first = cutlass.min(work.segment * per_segment, chunks)
     end = cutlass.min(first + per_segment, chunks)
-    v_row = work.tile * rows + cutlass.max(group, 0) * WARPGROUP_ROWS
+    v_row = work.row_tile * rows + cutlass.max(group, 0) * WARPGROUP_ROWS
     end = Int32(select_(work.state_index >= 0, end, first))
     return ScanCoord(work, v_row, first, end, first, shared, thread, group)
 

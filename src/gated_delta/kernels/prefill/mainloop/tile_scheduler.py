@@ -19,29 +19,31 @@ WORK_BYTES = 32
 
 
 class Work(NamedTuple):
-    """A work tile: a value head of a sequence, or a segment and a tile of V rows of it."""
+    """A work tile: a value head of a sequence, or a segment and a row tile of it."""
 
     sequence: Sequence
     state_index: Int32
     """Its slot or row; -1 for an inactive sequence."""
     hv: Int32
     """-1 after the last work tile."""
-    tile: Int32
+    row_tile: Int32
+    """Which 64 rows of V, or of M and B; 0 if the CTA has all."""
     segment: Int32
     iterations_before: Int32
     """Chunks of the CTA's earlier work tiles: the pipeline goes on from there."""
 
 
-def work_of(args, number, tiles=1):
-    """A work tile by its number: the longest sequences come first. tiles: of a head's V rows."""
+def work_of(args, number, row_tiles=1):
+    """A work tile by its number: the longest sequences come first. row_tiles: of a head."""
     ptr, size = args.ptr, args.size
-    tile, hv, rest = number % tiles, number // tiles % size.HV, number // (tiles * size.HV)
+    row_tile, hv = number % row_tiles, number // row_tiles % size.HV
+    rest = number // (row_tiles * size.HV)
     segment, rank = rest % size.segments, rest // size.segments
     n = ptx.load_index(ptr.sequence_order + offset(rank, 4), Int32(ptr.sequence_order != 0), rank)
     sequence = layout.load_sequence(args, n)
     slot = layout.load_state_index(args, n)
     state_index = Int32(select_(slot > size.null_index, slot, Int32(-1)))
-    return Work(sequence, state_index, hv, tile, segment, Int32(0))
+    return Work(sequence, state_index, hv, row_tile, segment, Int32(0))
 
 
 def active_tokens(work):
