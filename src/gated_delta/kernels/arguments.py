@@ -175,7 +175,7 @@ class DecodeSizes(NamedTuple):
 
 
 class VerifyPointers(NamedTuple):
-    """As DecodePointers."""
+    """Addresses for verify, as DecodePointers are for decode."""
 
     q: int
     k: int
@@ -199,7 +199,7 @@ class VerifyPointers(NamedTuple):
 
 
 class VerifySizes(NamedTuple):
-    """As DecodeSizes."""
+    """Sizes of a verify, as DecodeSizes are of a decode."""
 
     N: int
     T: int
@@ -249,7 +249,7 @@ class FlushPointers(NamedTuple):
 
 
 class FlushSizes(NamedTuple):
-    """As DecodeSizes."""
+    """Sizes of a flush, as DecodeSizes are of a decode."""
 
     layers: int
     N: int
