@@ -112,7 +112,7 @@ class QueueWorker(PersistentWorker):
         return coord.slot * args.size.chunk_ctas + head
 
     def publish_last(self, args):
-        """With thread 0, count the last item as soon as it is prepared."""
+        """Count the last item as soon as it is prepared, by thread 0."""
         cute.arch.cp_async_bulk_wait_group(0, read=False)
         self.publish(args)
 

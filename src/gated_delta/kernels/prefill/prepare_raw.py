@@ -105,7 +105,7 @@ class RawWorker(PersistentWorker):
 
     @cute.jit
     def find_next(self, args, shared, lane, item, iteration, last_slot):
-        """With one warp, store the first chunk with tokens after the warpgroup's last item."""
+        """Store the first chunk with tokens after the warpgroup's last item, with one warp."""
         size = args.size
         item = self.next_item(size, item)
         hv, slot, n, token, tokens = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
@@ -148,14 +148,14 @@ class RawWorker(PersistentWorker):
 
     @cute.jit
     def start_load_tokens(self, args, shared, condition):
-        """With one warp, start the copies of the next chunk's tokens."""
+        """Start the copies of the next chunk's tokens, with one warp."""
         chunk = self.load_next(shared)
         if condition & (chunk.tokens > 0):
             self.inputs.start_load_tokens(args, shared, chunk.n, chunk.token, chunk.hv)
 
     @cute.jit
     def prefetch_tokens(self, args, shared):
-        """With one warp, prefetch the same tokens to L2."""
+        """Prefetch the same tokens to L2, with one warp."""
         chunk = self.load_next(shared)
         if chunk.tokens > 0:
             self.inputs.prefetch_tokens(args, chunk.n, chunk.token, chunk.hv)

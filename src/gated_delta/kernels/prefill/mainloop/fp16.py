@@ -115,7 +115,7 @@ class MainloopFp16:
 
     @cute.jit
     def chunk(self, args, coord, frag, pipe, state_scale, checkpoint):
-        """Run a chunk from S k on. v and scales of u are read in front of the waits for wgmma groups.
+        """Run a chunk from S k on. v and scales of u are read before the waits for wgmma groups.
 
         No wgmma group is in flight across the loop's back edge: ptxas would serialise every wgmma.
         """

@@ -45,7 +45,7 @@ class MainloopFp32:
     ):
         self.stages, self.channel, self.dtype = stages, stages.channel, dtype
         self.products = (Wgmma if levels.current().wgmma else MmaSync)(stages)
-        # In front of the next chunk's values: by mma.sync the update is complete already.
+        # mma.sync leaves nothing in flight: run the epilogue before waiting for the next values.
         self.epilogue_first = not self.products.asynchronous
         self.states = state.States(state_dtype, K)
         self.has_outputs, self.deterministic = stages.has_outputs, deterministic

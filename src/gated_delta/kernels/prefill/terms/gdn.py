@@ -311,7 +311,7 @@ def load_factors(coord, gates_at):
 
 @cute.jit
 def decay_products(inverse, coord, head, kk, qk):
-    """Store the warp's rows of the system and of Aqk, diagonal blocks with zeros right of it.
+    """Store the warp's rows of the system and Aqk; diagonal blocks are zero right of the diagonal.
 
     System: beta_t |k_t|**2 (k_t k_i) decay(t, i) for i < t. Aqk: (q_t k_i) decay(t, i) for i <= t.
     """
