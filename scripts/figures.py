@@ -273,8 +273,8 @@ def headline() -> str:
         ],
         "prefill of GDN, with normalising q and k and activating gates": [
             f"**{prompts.mean}** (mean of {len(prompts.ratios)} shapes)",
-            "the best of FlashInfer, FlashQLA, FLA",
-            "`python -m benchmarks measure prefill --peers fla,flashinfer,flashqla`",
+            "the best of FlashInfer, FlashQLA, cuDNN, FLA",
+            "`python -m benchmarks measure prefill --peers fla,flashinfer,cudnn,flashqla`",
         ],
         "time to first token, 64 prompts of 512 tokens": [
             f"**{down(cell['ttft_ratio'])}** ({ours:.1f} ms, not {engine:.1f})",
