@@ -94,7 +94,7 @@ class PrefillTransitions(PrefillKernel):
         ptx.store_words(flag_at, [Uint32(Int32(next_known))], first)
 
     def rows_of_m_or_b(self, coord):
-        """The coord with a V row among those of B, or of M: B has one tile, or as many as M."""
+        """The coord with a V row among those of B, or of M: B has one V tile, or as many as M."""
         tile = coord.work.tile % self.b_tiles
         if self.b_tiles == 1:
             tile = cutlass.max(coord.work.tile - 1, 0)

@@ -19,7 +19,7 @@ WORK_BYTES = 32
 
 
 class Work(NamedTuple):
-    """A work tile: a value head of a sequence, or a segment and a tile of V rows of it."""
+    """A work tile: a value head of a sequence, or a V tile of it or of one of its segments."""
 
     sequence: Sequence
     state_index: Int32
@@ -33,7 +33,7 @@ class Work(NamedTuple):
 
 
 def work_of(args, number, tiles=1):
-    """A work tile by its number: the longest sequences come first. tiles: of a head's V rows."""
+    """A work tile by its number: the longest sequences come first. tiles: V tiles of a head."""
     ptr, size = args.ptr, args.size
     tile, hv, rest = number % tiles, number // tiles % size.HV, number // (tiles * size.HV)
     segment, rank = rest % size.segments, rest // size.segments
