@@ -51,7 +51,7 @@ MAX_POLLS, POLL_NS = 64, 500
 """How often a warpgroup that is ahead looks how far scans are, and its sleep between. If they are
 not far enough by then, it never waits again: SMs may be so few that scans start behind it."""
 DEEP_STAGES = 4
-"""Stages of the ring that both parts of a chunk read."""
+"""Stages of what both parts of a chunk read: scales, and GDN's k."""
 NONE = 0xFFFFFFFF
 WORDS_BYTES = 32
 END_AT_ONCE, END_AFTER_ONE = -1, 0
@@ -245,7 +245,7 @@ class PrefillOverlapped(PrefillKernel):
 
     @cute.jit
     def init_words(self, args, worker, group, cta, scans):
-        """Write, with thread 0, the warpgroup's words, with its first item."""
+        """Write the warpgroup's words and its first item, by thread 0."""
         size = args.size
         prepares_on = (group >= self.scan_warpgroups) & (self.missing_a_chunk(size) > 0)
         end = Int32(select_(self.prepares_first(size), END_AFTER_ONE, END_AT_ONCE))
