@@ -298,7 +298,7 @@ def test_a_norm_has_a_block_or_cluster_per_head(K, gpu):
             most = 1 if gpu.level == "sm_80" else 8  # only some devices run larger clusters
             assert 1 <= blocks <= most
             assert threads >= 64  # one warp computes KDA's decays
-            assert variant.get("ctas_per_sm", 1) * threads <= 1024  # CUDA's limit of a block
+            assert variant.get("ctas_per_sm", 1) * threads <= 1024  # CUDA's limit of a CTA
             assert variant.get("prefetch_chunks", 1) <= variant["chunks"]
         for variant in facts_of(Problem("verify", *sizes, state_dtype=state_dtype, **facts), gpu):
             assert variant["rows"] * variant["threads"] == 32 * V

@@ -510,11 +510,11 @@ class Route:
     missing: tuple[str, ...] = ()
     """Why the CuTe kernels cannot run it, one reason each; empty if they can."""
     plan: Plan | None = None
-    """On the CuTe backend, the schedule and the kernels to launch."""
+    """The schedule and the kernels to launch; None on the reference backend."""
 
     @property
     def gpu(self) -> Gpu | None:
-        """On the CuTe backend, the GPU: its architecture and level."""
+        """The GPU's architecture and level; None on the reference backend."""
         return self.plan and self.plan.gpu
 
     @property

@@ -141,7 +141,7 @@ def device_name(device: torch.device) -> str:
 CHECKED_TOKENS = 130
 """Tokens of the check before the timing, for at most three sequences; the timing uses all."""
 COLD, MOST_SETS = 400e6, 48
-"""On a GPU: bytes of all sets of buffers together, many times the L2, and the most sets."""
+"""Bytes of all sets of buffers on a GPU, many times the L2, and the most sets."""
 
 typical = functools.partial(
     Case,

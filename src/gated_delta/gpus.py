@@ -26,7 +26,7 @@ class Gpu(NamedTuple):
     """Bytes of shared memory that a CTA may have."""
     sms: int
     major: int
-    """Of its compute capability, as that of the machine code that it runs."""
+    """Major compute capability of the GPU, and of the machine code that it runs."""
 
     def __str__(self) -> str:
         return self.arch if self.arch == self.level else f"{self.arch}, level {self.level}"
@@ -44,8 +44,8 @@ GPUS = {
     (12, 0): Gpu("sm_120a", "sm_90", 99 * KIB, 188, 12),
     (12, 1): Gpu("sm_121a", "sm_90", 99 * KIB, 48, 12),
 }
-"""By compute capability, with the SMs of its largest product. Measured on 9.0; on the others the
-kernels have not run."""
+"""GPUs by compute capability, each with the SMs of its largest product. Measured on 9.0; kernels
+have not run on the others."""
 
 H200 = GPUS[9, 0]
 
@@ -160,8 +160,8 @@ def level_of(arch: str) -> str:
 
 
 def has_ptx(arch: str) -> bool:
-    """Whether its files have PTX too, for newer GPUs. Its machine code runs on one major compute
-    capability."""
+    """Whether an architecture's files have PTX too, for newer GPUs. Its machine code runs on one
+    major compute capability."""
     return arch in ("sm_80", "sm_90")
 
 

@@ -16,7 +16,7 @@ from .ops import OPERATIONS, Operation
 
 
 def _schema(op: Operation) -> str:
-    """For example "(Tensor q, ..., Tensor(a!) state, Tensor? A_log, ..., str backend) -> ()"."""
+    """A schema: "(Tensor q, ..., Tensor(a!) state, Tensor? A_log, ..., str backend) -> ()"."""
     arguments = []
     for i, (name, annotation) in enumerate(get_type_hints(op.arguments).items()):
         kind, *optional = get_args(annotation) or (annotation,)

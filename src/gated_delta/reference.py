@@ -273,7 +273,7 @@ class Seen(NamedTuple):
 
     @staticmethod
     def empty(o: Tensor) -> Seen:
-        """For outputs o [N, HV, C, V]."""
+        """An uninitialised Seen for outputs o [N, HV, C, V]."""
         N, HV, C, V = o.shape
         both = o.new_empty(N * HV, 2 * C, V)
         return Seen(both, both[:, :C].unflatten(0, (N, HV)), both[:, C:])

@@ -107,7 +107,7 @@ def load_model(device: torch.device, dtype: torch.dtype) -> Any:
 
 @contextlib.contextmanager
 def torch_functions(model: Any) -> Iterator[None]:
-    """On a CPU, transformers' own functions in the linear layers.
+    """Use transformers' own functions in the linear layers on a CPU.
 
     Beside FLA and causal_conv1d it takes their kernels, which run on a GPU alone, for CPU tensors.
     """

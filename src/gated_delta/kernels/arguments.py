@@ -174,24 +174,60 @@ class DecodeSizes(NamedTuple):
 # ---------------------------------------------------------------- verify and flush
 
 
-VerifyPointers: Any = namedtuple(
-    "VerifyPointers",
-    "q k v g beta state A_log dt_bias cu_seqlens state_indices buffer_indices buffer_lens parents "
-    "buffer_u buffer_k buffer_log_decay z norm_weight o",
-)
-"""As DecodePointers. parents: [N, W]."""
+class VerifyPointers(NamedTuple):
+    """Addresses for verify, as DecodePointers are for decode."""
 
-VerifySizes: Any = namedtuple(
-    "VerifySizes",
-    "N T total HV qk_head_factor group_size P null_index C buffer_rows folds beta_factor beta_kind "
-    "dt_bias_kind cu_seqlens_kind state_indices_kind buffer_indices_kind buffer_lens_kind "
-    "parents_kind parents_width prefetch_sequences keep_in_l2 norm_weight_kind norm_eps "
-    "norm_sigmoid",
-)
-"""As DecodeSizes. parents_width: W of parents.
+    q: int
+    k: int
+    v: int
+    g: int
+    beta: int
+    state: int
+    A_log: int
+    dt_bias: int
+    cu_seqlens: int
+    state_indices: int
+    buffer_indices: int
+    buffer_lens: int
+    parents: int  # [N, W]
+    buffer_u: int
+    buffer_k: int
+    buffer_log_decay: int
+    z: int
+    norm_weight: int
+    o: int
 
-folds: decode with a buffer folds a row without room for the tokens; verify skips the sequence.
-"""
+
+class VerifySizes(NamedTuple):
+    """Sizes of a verify, as DecodeSizes are of a decode."""
+
+    N: int
+    T: int
+    total: int
+    HV: int
+    qk_head_factor: int
+    group_size: int
+    P: int
+    null_index: int
+    C: int
+    buffer_rows: int
+    folds: int
+    """decode with a buffer: fold a row without room for the tokens; verify skips the sequence."""
+    beta_factor: int
+    beta_kind: int
+    dt_bias_kind: int
+    cu_seqlens_kind: int
+    state_indices_kind: int
+    buffer_indices_kind: int
+    buffer_lens_kind: int
+    parents_kind: int
+    parents_width: int
+    """W of parents [N, W]."""
+    prefetch_sequences: int
+    keep_in_l2: int
+    norm_weight_kind: int
+    norm_eps: int
+    norm_sigmoid: int
 
 
 class FlushPointers(NamedTuple):
@@ -213,7 +249,7 @@ class FlushPointers(NamedTuple):
 
 
 class FlushSizes(NamedTuple):
-    """As DecodeSizes."""
+    """Sizes of a flush, as DecodeSizes are of a decode."""
 
     layers: int
     N: int

@@ -7,8 +7,8 @@ docs/kernels/verify.md.
 With `path` lane t of each warp holds token t's place in the buffer's row; a place outside it counts
 as no token.
 
-CTA: `tile` V rows of one value head of one sequence of one layer, `rows` rows per thread, in
-decode's lane mapping.
+CTA: a V tile (`tile` V rows) of one value head of one sequence of one layer, `rows` rows per
+thread, in decode's lane mapping.
 
 Warp roles: none. Every warp holds its rows of the state. All threads load k, decays and u, one
 channel or element each.
@@ -51,7 +51,7 @@ class Args(NamedTuple):
 
 
 class Coord(NamedTuple):
-    """A thread's work: layer, sequence, value head, tile and rows."""
+    """A thread's work: layer, sequence, value head, V tile and rows."""
 
     layer: Int32
     n: Int32

@@ -130,7 +130,7 @@ class Flush(StateOperation):
         return (a.state.shape[0] if a.state.ndim == 5 else 1) * a.num_sequences, 0
 
     def strides(self, problem: Problem, a: Arguments) -> Any:
-        """Those of one layer."""
+        """Strides within one layer."""
         first = a.state.ndim == 5 and len(a.state) > 0
         one_layer = {name: getattr(a, name)[0] if first else getattr(a, name) for name in LAYERED}
         return strides_of(FlushStrides, a, **one_layer)

@@ -442,7 +442,7 @@ LARGE = 64 * MIB
 
 
 class Schedule(NamedTuple):
-    """How a kernel splits the work. Constants of a variant, but for keep_in_l2 and prefetch."""
+    """A kernel's split of the work. Constants of a variant, but for keep_in_l2 and prefetch."""
 
     rows: int
     """V rows in flight: of a thread, in verify of a warp."""

@@ -239,7 +239,7 @@ def _final_shape(a: Arguments) -> tuple[int, ...]:
 
 
 def _checkpoint_strides(a: Arguments) -> list[int]:
-    """In bytes: of sequence, checkpoint, slot, head. With indices only of slot and head."""
+    """Strides in bytes of sequence, checkpoint, slot and head; with indices 0, 0, slot, head."""
     if a.checkpoint_indices is not None:
         return [0, 0, *bytes_of(a.state if a.checkpoints is None else a.checkpoints, 2)]
     sequence, checkpoint, head = bytes_of(a.checkpoints, 3)

@@ -23,7 +23,7 @@ class Kind:
 
     name: str
     kernels: tuple[str, ...]
-    """In launch order; `variants` puts the kernel `rank` in front where it is needed."""
+    """Its kernels in launch order; `variants` puts `rank` in front where it is needed."""
     takes: Callable[[Problem], bool]
     """Whether its kernels take the problem, on a GPU that has their instructions."""
     hopper: bool = True

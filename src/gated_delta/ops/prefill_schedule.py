@@ -102,7 +102,7 @@ class Rule(NamedTuple):
     condition: str
     holds: Callable[[Call], bool]
     figure: str
-    """What set it, on an H200."""
+    """The measurement behind the rule, on an H200."""
 
 
 RULES = (
@@ -156,7 +156,7 @@ RULES = (
     ),
     Rule(TILES, "all others", lambda c: True, ""),
 )
-"""In order of priority; a rule's kind has to support the problem as well (`Kind.supports`)."""
+"""The first rule that holds and whose kind supports the problem (`Kind.supports`) decides."""
 
 
 KINDS = tuple(rule.kind for rule in RULES)

@@ -63,7 +63,7 @@ NORM_ROWS: dict[tuple[str, str, int], tuple[tuple[int, int], ...]] = {
     ("head", "fp32", 16): ((0, 32),),
     **{("channel", "fp32", tile): ((8 * MIB, 32), (0, 16)) for tile in TOKEN_TILES},
 }
-"""With a norm, one CTA per head. Measured on an H200, as above."""
+"""Schedules with a norm: one CTA per head. Measured on an H200, as above."""
 
 BUFFERED: Table = ((16 * MIB, ROWS_32), (0, Schedule(16, 256)))
 """Schedules of decode with a buffer, without a norm. Measured on an H200, as above."""

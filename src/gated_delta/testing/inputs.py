@@ -32,7 +32,7 @@ class Call:
     out: Tensor | None
     starts: tuple[int, ...]
     verify_states: dict[str, Any] = field(default_factory=dict)
-    """For flush: the arguments, without tokens, of the verify call that fills the buffer."""
+    """Arguments, without tokens, of the verify call that fills a flush's buffer."""
     norm: GatedNorm | None = None
     z: Tensor | None = None
 

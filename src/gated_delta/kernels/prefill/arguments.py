@@ -74,7 +74,7 @@ class PrefillTensors(NamedTuple):
 
 
 class PrefillSizes(NamedTuple):
-    """As DecodeSizes."""
+    """Sizes of a prefill, as DecodeSizes are of a decode."""
 
     N: int
     T: int

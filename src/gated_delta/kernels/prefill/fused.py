@@ -52,7 +52,7 @@ PAIR = hopper.SwizzledTile(2 * CHUNK, D, 32)
 """A chunk's k, rows 0 to 63, and q, rows 64 to 127."""
 BOX = hopper.SwizzledTile(CHUNK, 32, 32)
 VECTOR_STEP = PAIR.block_bytes
-"""From a thread's vector of a row of PAIR to the one in the next 32 channels."""
+"""Bytes from a thread's vector of a row of PAIR to the one in the next 32 channels."""
 
 
 class WarpRole(enum.IntEnum):
@@ -154,7 +154,7 @@ class PrefillFused(PrefillKernel):
 
     @cute.jit
     def convert(self, args, work, shared, thread):
-        """Raw k and q by TMA to each stage as soon as it is empty, then to fp16 in place.
+        """Load raw k and q by TMA to each empty stage, then convert them to fp16 in place.
 
         Warp 0 starts the next chunk's copies, if its stage is empty, after its own rows of k and q.
         """
@@ -211,7 +211,7 @@ class PrefillFused(PrefillKernel):
                     ptx.store_shared_x4(at + j * VECTOR_STEP, [Uint32(0)] * 4)
 
     def convert_rows(self, args, shared, thread, stage, is_q):
-        """The thread's two rows of k or q, and their norms; all loads precede all stores."""
+        """Convert the thread's two rows of k or q, store norms; all loads precede all stores."""
         at = [self.row_at(shared, thread, stage, is_q, half) for half in range(2)]
         rows = [load_row(row_at) for row_at in at]
         for half in range(2):
@@ -222,7 +222,7 @@ class PrefillFused(PrefillKernel):
             ptx.store_shared(norm_at, norm.bitcast(Uint32), thread % 4 == 0)
 
     def convert_row(self, args, is_q, at, words):
-        """The thread's raw k (q) to fp16 at `at`. Returns its norm.
+        """Convert the thread's raw k (q) to fp16 at `at`. Returns its norm.
 
         A row is multiplied by a power of two, so it keeps all its digits: its length is in 0.5..1,
         of q a sixteenth of that. The norm makes up for it.
@@ -245,7 +245,7 @@ class PrefillFused(PrefillKernel):
 
     @cute.jit
     def prepare(self, args, work, shared, thread):
-        """Tinv, Aqk and scales of every chunk. Gates come four chunks at a time, a chunk a warp."""
+        """Store Tinv, Aqk, scales of all chunks. Gates come four chunks at a time, a warp each."""
         lane, warp = thread % 32, thread // 32
         gates = self.raw_gates(args, work, lane)
         self.load_raw_gates(args, gates, warp, lane)
@@ -287,7 +287,7 @@ class PrefillFused(PrefillKernel):
         return shared + self.gates + (c & (2 * GATE_CHUNKS - 1)) * GATE_BYTES
 
     def raw_gates(self, args, work, lane):
-        """With addresses of g and beta of the sequence's token `lane`."""
+        """Raw gates of the sequence's token `lane`, with the addresses of its g and beta."""
         parameters = gdn.load_parameters(args, self.gate, work.hv)
         g_at, beta_at = (
             layout.token_at(args, name, work.sequence, lane, work.hv) for name in ("g", "beta")
@@ -296,7 +296,7 @@ class PrefillFused(PrefillKernel):
         return RawGates(g_at, beta_at, parameters, active_tokens(work), raw)
 
     def load_raw_gates(self, args, gates, c, lane):
-        """A chunk's raw gates and betas, of tokens lane and lane + 32; zeros past the last one."""
+        """Load raw gates and betas of a chunk's tokens lane and lane + 32; zeros past the last."""
         for i in range(2):
             row = c * CHUNK + 32 * i
             active = row + lane < gates.left
@@ -307,7 +307,7 @@ class PrefillFused(PrefillKernel):
             gates.raw[2 + i] = ptx.load_scalar(beta_at, kind)
 
     def cumulate_gates(self, args, shared, gates, c, lane):
-        """A warp's chunk: cumulative log decays and betas to shared memory.
+        """Store cumulative log decays and betas of a warp's chunk to shared memory.
 
         Loads the raw gates of the chunk four further on.
         """
@@ -327,7 +327,7 @@ class PrefillFused(PrefillKernel):
 
     @cute.jit
     def finish_gates(self, coord):
-        """Two threads a token: beta |k|, beta |k|**2 and the scales for the MMA warpgroups."""
+        """Store beta |k|, beta |k|**2 and the MMA warpgroups' scales, with two threads a token."""
         gates, token = self.gates_at(coord.shared, coord.chunk), coord.thread % CHUNK
         norms = coord.shared + self.norms + coord.slot * NORMS_BYTES + token * 4
         scales = coord.shared + self.scales + coord.slot * SCALE_BYTES
@@ -380,7 +380,7 @@ def load_row(at):
 
 
 def sum_of_squares(words):
-    """Of a row of bf16 numbers, which four lanes share."""
+    """The sum of the squares of a row of bf16 numbers, which four lanes share."""
     sums = [Float32(0)] * 4
     for i, word in enumerate(words):
         low, high = ptx.unpack([word], cutlass.BFloat16)

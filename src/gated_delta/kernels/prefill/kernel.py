@@ -32,7 +32,7 @@ class PrefillKernel:
     boxes: dict[str, hopper.SwizzledTile] = {}  # noqa: RUF012
     """TMA boxes by tensor; `args.maps` has the tensors' maps."""
     split = True
-    """As in hopper.make_maps."""
+    """`split` of hopper.make_maps."""
     options: dict[str, Any] = {}  # noqa: RUF012
     """Further options of the launch."""
 

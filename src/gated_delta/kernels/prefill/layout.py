@@ -78,7 +78,7 @@ def clear_squares(shared_at, count, thread, threads):
 
 @cute.jit
 def init_shared(rings, squares, count, thread, threads):
-    """A CTA's mbarriers, and zeros in `count` squares from offset `squares` on; a barrier follows.
+    """Initialise mbarriers and zero `count` squares from offset `squares` on; a barrier follows.
 
     Returns the base address. Only wgmma reads what is above the diagonal.
     """
@@ -90,7 +90,7 @@ def init_shared(rings, squares, count, thread, threads):
 
 
 def load_square(triangle_at, square_at, full):
-    """A thread: start bulk copies of a triangle in the workspace to a square, panel by panel.
+    """Start, with one thread, bulk copies of a workspace's triangle to a square, panel by panel.
 
     full: address of the mbarrier, which expects TRIANGLE_BYTES.
     """
@@ -118,15 +118,15 @@ class ChunkCoord(NamedTuple):
     hv: Int32
     """The first of the CTA's value heads."""
     slot: Int32
-    """Of the workspace; fused: the pipeline's stage."""
+    """The chunk's slot of the workspace; in fused, its pipeline stage."""
     chunk: Int32
     """Within its sequence."""
     tokens: Int32
-    """Of the chunk: 64, or the sequence's rest."""
+    """Tokens of the chunk: 64, or the sequence's rest."""
     shared: Int32
     """Base address of the shared memory for this chunk."""
     thread: Int32
-    """Of 128."""
+    """The thread's number among 128."""
     lane: Int32
     subchunk: Int32
     """The warp's 16 tokens."""
@@ -281,12 +281,12 @@ def qk_head_chunk(args, slot, hv):
 
 
 def head_number(args, n, hv):
-    """Among the heads of all sequences."""
+    """A head's number among the heads of all sequences."""
     return Int64(n) * Int64(args.size.HV) + Int64(hv)
 
 
 def segment_number(args, head, segment):
-    """Among the segments of all heads."""
+    """A segment's number among the segments of all heads."""
     return head * Int64(args.size.segments) + Int64(segment)
 
 

@@ -51,7 +51,7 @@ MAX_POLLS, POLL_NS = 64, 500
 """How often a warpgroup that is ahead looks how far scans are, and its sleep between. If they are
 not far enough by then, it never waits again: SMs may be so few that scans start behind it."""
 DEEP_STAGES = 4
-"""Of what both parts of a chunk read."""
+"""Stages of what both parts of a chunk read: scales, and GDN's k."""
 NONE = 0xFFFFFFFF
 WORDS_BYTES = 32
 END_AT_ONCE, END_AFTER_ONE = -1, 0
@@ -70,7 +70,7 @@ class Word(enum.IntEnum):
 
 
 class WarpRole(enum.IntEnum):
-    """Of a CTA that scans, by first warp; the second warpgroup runs the MMAs."""
+    """First warp of each role in a CTA that scans; the second warpgroup runs the MMAs."""
 
     LOAD = 0
     STORE = 2
@@ -112,7 +112,7 @@ class QueueWorker(PersistentWorker):
         return coord.slot * args.size.chunk_ctas + head
 
     def publish_last(self, args):
-        """Thread 0: count the last item as soon as it is prepared."""
+        """Count the last item as soon as it is prepared, by thread 0."""
         cute.arch.cp_async_bulk_wait_group(0, read=False)
         self.publish(args)
 
@@ -216,7 +216,7 @@ class PrefillOverlapped(PrefillKernel):
 
     @cute.jit
     def prepare_items(self, args, shared, thread, group, cta, scans):
-        """A warpgroup's items. One is counted when the next one's inputs have come."""
+        """Prepare a warpgroup's items. One is counted when the next one's inputs have come."""
         # Computed inside the loop, lane and first_queued spill.
         size, lane = args.size, thread % WARP
         first_queued = self.first_queued(size)
@@ -247,7 +247,7 @@ class PrefillOverlapped(PrefillKernel):
 
     @cute.jit
     def init_words(self, args, worker, group, cta, scans):
-        """Thread 0: the warpgroup's words, with its first item."""
+        """Write the warpgroup's words and its first item, by thread 0."""
         size = args.size
         prepares_on = (group >= self.scan_warpgroups) & (self.missing_a_chunk(size) > 0)
         end = Int32(select_(self.prepares_first(size), END_AFTER_ONE, END_AT_ONCE))
@@ -318,7 +318,7 @@ class PrefillOverlapped(PrefillKernel):
 
     @cute.jit
     def scan(self, args, shared, thread, group, cta):
-        """A work tile, with the warp roles of prefill_scan and a warp for tiles."""
+        """Scan a work tile with the warp roles of prefill_scan and a warp for tiles."""
         self.sync_scanning()
         squares = shared + self.stages.tinv
         layout.clear_squares(
@@ -350,7 +350,7 @@ class PrefillOverlapped(PrefillKernel):
 
     @cute.jit
     def copy_tiles(self, args, coord):
-        """A warp: a chunk's tiles as soon as they are in the workspace and their stage is empty."""
+        """Copy each chunk's tiles, by a warp, once the workspace has them and a stage is empty."""
         lane, prepared = coord.thread % WARP, coord.first_chunk
         for c in cutlass.range(coord.first_chunk, coord.end_chunk, 1, unroll=1):
             slot = coord.work.sequence.first_slot + c

@@ -29,7 +29,7 @@ from .terms.kda_inputs import RawInputs
 GROUPS = 3
 """Warpgroups of a CTA."""
 BOX_ALIGNMENT = 512
-"""Of a box in shared memory: 8 rows of 64 bytes, the period of their swizzle."""
+"""Alignment of a box in shared memory, bytes: 8 rows of 64 bytes, the period of their swizzle."""
 
 
 class NextChunk(NamedTuple):
@@ -48,7 +48,7 @@ class NextChunk(NamedTuple):
     iteration: Int32
     """Chunks that the warpgroup has prepared before."""
     last_slot: Int32
-    """Of the chunk before; -1 for the first."""
+    """Slot of the chunk before; -1 for the first."""
 
 
 NEXT_CHUNK_BYTES = 32
@@ -105,7 +105,7 @@ class RawWorker(PersistentWorker):
 
     @cute.jit
     def find_next(self, args, shared, lane, item, iteration, last_slot):
-        """A warp: the first chunk with tokens after the warpgroup's last item, to shared memory."""
+        """Store the first chunk with tokens after the warpgroup's last item, with one warp."""
         size = args.size
         item = self.next_item(size, item)
         hv, slot, n, token, tokens = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
@@ -148,14 +148,14 @@ class RawWorker(PersistentWorker):
 
     @cute.jit
     def start_load_tokens(self, args, shared, condition):
-        """A warp: start the copies of the next chunk's tokens."""
+        """Start the copies of the next chunk's tokens, with one warp."""
         chunk = self.load_next(shared)
         if condition & (chunk.tokens > 0):
             self.inputs.start_load_tokens(args, shared, chunk.n, chunk.token, chunk.hv)
 
     @cute.jit
     def prefetch_tokens(self, args, shared):
-        """A warp: the same tokens to L2."""
+        """Prefetch the same tokens to L2, with one warp."""
         chunk = self.load_next(shared)
         if chunk.tokens > 0:
             self.inputs.prefetch_tokens(args, chunk.n, chunk.token, chunk.hv)

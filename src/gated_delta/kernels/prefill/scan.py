@@ -32,7 +32,7 @@ STORE_THREADS = 64
 
 
 class WarpRole(enum.IntEnum):
-    """By first warp."""
+    """First warp of each role."""
 
     LOAD = 0
     STORE = 2
@@ -110,8 +110,8 @@ class PrefillScan(PrefillKernel):
 
     @cute.jit
     def prefetch(self, args, coord):
-        """To L2 what a CTA needs first: the initial state, or values of its first chunk and the one
-        before, for a window."""
+        """Prefetch to L2 the initial state, or for a window the values of the CTA's first chunk and
+        of the one before."""
         work = coord.work
         if (coord.group < 0) & (coord.end_chunk > coord.first_chunk):
             if (coord.thread == 0) & (work.segment == 0):

@@ -54,7 +54,7 @@ class LaneGate(NamedTuple):
     """A head's gate for a lane's four channels. A lower bound is the unit of its log decays."""
 
     parameters: tuple | Float32 | None
-    """As of KdaGate; with a lower bound the rate times -log2(e), a factor of the biases too."""
+    """KdaGate's; with a lower bound the rate times -log2(e), which is also in the biases."""
     biases: list
     unit: Float32
     highest: Float32 | None
@@ -127,7 +127,7 @@ class PrefillScanRaw(PrefillKernel):
 
     @cute.jit
     def start_copies(self, args, work, shared, lane, c, chunks):
-        """A warp: start copies of chunk c's raw tokens and scales; of chunk c - 1's Tinv, Aqk."""
+        """Start copies of chunk c's raw tokens and scales, and of chunk c - 1's Tinv and Aqk."""
         stage, _ = self.tokens.locate(work.iterations_before + c)
         number = layout.head_chunk(args, work.sequence.first_slot + c, work.hv)
         self.wait_until_prepared(args, work.sequence.first_slot, c, chunks, lane)
@@ -150,7 +150,7 @@ class PrefillScanRaw(PrefillKernel):
             cute.arch.fence_proxy("async.global")
 
     def start_tokens(self, args, work, shared, c, stage, number):
-        """A warp: k, g, q and scales of a chunk, to its stage of tokens."""
+        """Start copies of a chunk's k, g, q and scales to its stage of tokens, with one warp."""
         n, h = layout.tma_row(args, work.sequence), qk_head(work.hv, args.size.qk_head_factor)
         token, full = work.sequence.start + c * CHUNK, self.tokens.full_at(shared, stage)
         with cute.arch.elect_one():
@@ -168,7 +168,7 @@ class PrefillScanRaw(PrefillKernel):
             ptx.bulk_load(target, args.ptr.scales + number * RAW_SCALE_BYTES, RAW_SCALE_BYTES, full)
 
     def start_terms_before(self, args, work, shared, c):
-        """A thread: Tinv and Aqk of the chunk before c, to its stage of terms."""
+        """Start copies, with one thread, of Tinv and Aqk of chunk c - 1 to its stage of terms."""
         stage = self.terms.stage_of(work.iterations_before + c - 1)
         number = layout.head_chunk(args, work.sequence.first_slot + c - 1, work.hv)
         full = self.terms.full_at(shared, stage)
@@ -212,7 +212,7 @@ class PrefillScanRaw(PrefillKernel):
 
     @cute.jit
     def decay_chunk(self, shared, stage, thread, left, gate):
-        """q, k and g of the warp's sub-chunk become right operands of the mainloop's products.
+        """Turn q, k and g of the warp's sub-chunk into right operands of the mainloop's products.
 
         And minus |k|, the scale of S k.
         """
@@ -239,7 +239,7 @@ class PrefillScanRaw(PrefillKernel):
 
     @cute.jit
     def clear_tokens(self, at, lane, left):
-        """Past the sequence's last token: q and k of zeros, and a g whose log decay is 0."""
+        """Past the last token, store q and k of zeros, and a g whose log decay is 0."""
         for token in cutlass.range(SUBCHUNK, unroll=1):
             if token >= left:
                 token_at = self.token_at(at, lane, token)
@@ -283,7 +283,7 @@ class PrefillScanRaw(PrefillKernel):
         return before, rest
 
     def decay_pair(self, addresses, norms, totals, cumsum, gate):
-        """Two tokens; all their words are loaded before any are stored."""
+        """Decay two tokens; all their words are loaded before any are stored."""
         regions = self.q, self.k, self.k_restored
         dtypes = BFloat16, BFloat16, self.gate.g_dtype
         raw = [

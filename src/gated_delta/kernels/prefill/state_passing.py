@@ -67,7 +67,7 @@ class PrefillStatePassing(PrefillKernel):
 
     @cute.jit
     def load_flags(self, args, coord):
-        """Segments' flags to shared memory. Returns whether any transition is to be passed over."""
+        """Copy flags to shared memory. Returns whether any transition is to be passed over."""
         transitions = args.size.segments - 1
         at = segment_flag_at(args, segment_number(args, coord.head, coord.thread))
         exists = coord.thread < transitions
@@ -84,7 +84,8 @@ class PrefillStatePassing(PrefillKernel):
 
     @cute.jit
     def pass_states(self, args, coord):
-        """From the second segment on: its initial state is known or not needed."""
+        """Store initial states from the third segment on. The second's is loaded, and so are known
+        ones."""
         segments, loads = args.size.segments, hopper.copies(coord.thread)
         if loads:
             for segment in cutlass.range_constexpr(1, 1 + self.stages):

@@ -87,14 +87,14 @@ class PrefillTransitions(PrefillKernel):
                 self.scan(args, self.rows_of_m_or_b(coord), thread)
 
     def store_flag(self, args, coord, next_known, thread):
-        """No transition is passed over it where the next state is known, or not needed."""
+        """Store whether the next state is known or not needed: no transition is passed then."""
         first = (coord.work.row_tile == 0) & (thread == 0)
         head = head_number(args, coord.work.sequence.n, ptx.opaque(coord.work.hv))
         flag_at = segment_flag_at(args, segment_number(args, head, coord.work.segment))
         ptx.store_words(flag_at, [Uint32(Int32(next_known))], first)
 
     def rows_of_m_or_b(self, coord):
-        """The coord with a V row among those of B, or of M: B has one tile, or as many as M."""
+        """The coord with a V row among those of B, or of M: B has one row tile, or as many as M."""
         tile = coord.work.row_tile % self.b_tiles
         if self.b_tiles == 1:
             tile = cutlass.max(coord.work.row_tile - 1, 0)
@@ -102,7 +102,7 @@ class PrefillTransitions(PrefillKernel):
 
     @cute.jit
     def scan(self, args, coord, thread):
-        """The warp roles."""
+        """Run the thread's warp role."""
         if coord.group >= 0:
             if cutlass.const_expr(self.mma_groups > 1):
                 cute.arch.setmaxregister_increase(MMA_REGISTERS)
@@ -125,7 +125,7 @@ class PrefillTransitions(PrefillKernel):
 
     @cute.jit
     def mma(self, args, coord):
-        """An MMA warpgroup: 64 rows of M or B."""
+        """Compute, with an MMA warpgroup, 64 rows of M or B."""
         frag = self.mainloop.products.make_fragments(coord)
         self.load_state(args, coord, frag.state)
         state_scale = self.mainloop.run(args, coord, frag, Int32(0))

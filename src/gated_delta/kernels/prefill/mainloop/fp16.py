@@ -81,7 +81,7 @@ class MainloopFp16:
 
     @cute.jit
     def run(self, args, work, shared, thread, group, tokens):
-        """A work tile. tokens: k, q and k_update by name in shared memory, [64, 128, stages]."""
+        """Run a work tile. tokens: k, q, k_update by name in shared memory, [64, 128, stages]."""
         box_at = shared + self.boxes + (group * 4 + thread // 32) * 16
         coord = MmaCoord(work, shared, thread, group, box_at)
         frag = state.make_fragments(Float16, self.right_operands(coord, tokens))
@@ -115,7 +115,7 @@ class MainloopFp16:
 
     @cute.jit
     def chunk(self, args, coord, frag, pipe, state_scale, checkpoint):
-        """A chunk, from S k on. v and u's scales are read in front of the waits for wgmma groups.
+        """Run a chunk from S k on. v and scales of u are read before the waits for wgmma groups.
 
         No wgmma group is in flight across the loop's back edge: ptxas would serialise every wgmma.
         """
@@ -298,7 +298,7 @@ class MainloopFp16:
             hopper.NamedBarrier.OUTPUT.arrive(hopper.WARPGROUP, barrier)
 
     def store_last(self, args, coord, pipe):
-        """o of a chunk with rows of other sequences: eight threads have a token's 64 V rows."""
+        """Store o of a chunk with other sequences' rows: eight threads have a token's 64 V rows."""
         n, token, hv, column = self.box_coord(coord, pipe.chunk)
         row, vector = coord.thread // 8, coord.thread % 8
         o_at = args.ptr.o + offset(hv, args.stride.o_h) + offset(n, args.stride.o_n)
@@ -310,7 +310,7 @@ class MainloopFp16:
 
 
 def zero_outputs(args, work, thread):
-    """A producer warpgroup: work.store_zeros."""
+    """Zero the outputs of a work tile, with a producer warpgroup: store_zeros."""
     o_at = args.ptr.o + offset(work.hv, args.stride.o_h) + thread % 16 * 16
     o_at += layout.token_offset(args, "o", work.sequence, Int32(0))
     store_zeros(args, work, o_at, thread // 16, 8)

@@ -45,7 +45,7 @@ class MainloopFp32:
     ):
         self.stages, self.channel, self.dtype = stages, stages.channel, dtype
         self.products = (Wgmma if levels.current().wgmma else MmaSync)(stages)
-        # In front of the next chunk's values: by mma.sync the update is complete already.
+        # mma.sync leaves nothing in flight: run the epilogue before waiting for the next values.
         self.epilogue_first = not self.products.asynchronous
         self.states = state.States(state_dtype, K)
         self.has_outputs, self.deterministic = stages.has_outputs, deterministic
@@ -54,7 +54,7 @@ class MainloopFp32:
 
     @cute.jit
     def scan(self, args, coord, windows=False, load_state=None):
-        """A work tile of a scan, from its initial to its final state. windows: of the scan.
+        """Scan a work tile, from its initial to its final state. windows: of the scan.
 
         load_state: (args, coord, state) -> None, else the call's initial state.
         """
@@ -79,7 +79,7 @@ class MainloopFp32:
 
     @cute.jit
     def run(self, args, coord, frag, checkpoint):
-        """All chunks of a work tile. Returns the state's scale."""
+        """Run all chunks of a work tile. Returns the state's scale."""
         state_scale, pipe = Float32(1), self.stages.ring.start(coord.first_chunk, Int32(0))
         if coord.end_chunk > coord.first_chunk:
             self.stages.wait(coord.shared, pipe)
@@ -97,7 +97,7 @@ class MainloopFp32:
 
     @cute.jit
     def chunk(self, args, coord, frag, pipe, state_scale, checkpoint):
-        """One chunk, from S k on. Shared memory is read in front of each wait for wgmmas.
+        """Run one chunk, from S k on. Shared memory is read in front of each wait for wgmmas.
 
         No wgmma group is in flight across the back edge: ptxas would serialise every wgmma.
         """
@@ -160,7 +160,7 @@ class MainloopFp32:
             self.start_mma(frag.o, frag.u, frag.right, "aqk", pipe, True)
 
     def epilogue(self, coord, frag, pipe, state_scale):
-        """Epilogue of a chunk: outputs to shared memory, the stage is released."""
+        """Store a chunk's outputs to shared memory and release its stage."""
         if self.has_outputs:
             o_scales = self.column_scales(coord, pipe, "o")
         self.products.wait(0)
@@ -234,7 +234,7 @@ class MainloopFp32:
         return stage + token * pitch + vector * 16
 
     def residual(self, frag, values, s_k_scales, state_scale):
-        """v - S k as fp16."""
+        """Store v - S k as fp16 to the left operand."""
         words = cute.recast_tensor(frag.operand, Uint32)
         scale_x2 = ptx.pack([state_scale, state_scale], BFloat16)[0]  # exact: a power of two
         for j in range(CHUNK // 8):

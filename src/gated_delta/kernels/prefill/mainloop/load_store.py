@@ -50,7 +50,7 @@ class LoadStoreWarps:
 
     @cute.jit
     def load(self, args, coord, has_v=True):
-        """Load warps: each chunk's tiles and values; zeros past the last token or without has_v."""
+        """Load each chunk's tiles and values; zeros past the last token or without has_v."""
         thread = coord.thread
         row, vector, step = self.copy_slice(thread, LOAD_THREADS)
         v_at = self.v_address(args, coord.work, Int32(0), vector)
@@ -101,7 +101,7 @@ class LoadStoreWarps:
                 ahead[w, i] = word
 
     def store_v(self, coord, row, values, stage, ahead):
-        """Values in registers, and their absmax, to a stage. values: address of the first row's."""
+        """Store values and their absmax to a stage. values: address of the first row's."""
         words = [[ahead[w, i] for w in range(4)] for i in range(ahead.shape[1])]
         step = CHUNK // len(words)
         for i, four in enumerate(words):
@@ -119,7 +119,7 @@ class LoadStoreWarps:
 
     @cute.jit
     def start_tiles(self, args, coord, c, stage):
-        """All of a chunk's tiles, or the early part."""
+        """Start the copies of all of a chunk's tiles, or of the early part."""
         if cutlass.const_expr(self.split):
             stage, phase = self.stages.ring.locate(c - coord.first_chunk)
             self.start_part("early", args, coord, c, stage, phase, True)
@@ -127,7 +127,7 @@ class LoadStoreWarps:
             self.start_copies("all", args, coord, c, stage)
 
     def finish_tiles(self, args, coord, c):
-        """The late part, if there are two."""
+        """Start the copies of the late part, if there are two."""
         if self.split:
             stage, phase = self.stages.late.locate(c - coord.first_chunk)
             self.start_part("late", args, coord, c, stage, phase, True)
@@ -141,7 +141,7 @@ class LoadStoreWarps:
             self.start_copies(part, args, coord, c, stage)
 
     def start_copies(self, part, args, coord, c, stage):
-        """A part of a chunk, by hopper.copiers."""
+        """Start the copies of a part of a chunk, by hopper.copiers."""
         stages, shared, ptr = self.stages, coord.shared, args.ptr
         ring = stages.late if part == "late" else stages.ring
         full = ring.full_at(shared, stage)
@@ -186,7 +186,7 @@ class LoadStoreWarps:
 
     @cute.jit
     def store(self, args, coord):
-        """Store warps: outputs to o; zeros to rows of inactive sequences and past the last one."""
+        """Store outputs to o; zeros to rows of inactive sequences and past the last one."""
         stride, work = args.stride, coord.work
         row, vector, step = self.copy_slice(coord.thread, self.stages.stores)
         o_at = args.ptr.o + offset(work.hv, stride.o_h)
@@ -216,13 +216,13 @@ class LoadStoreWarps:
 
 
 def has_values(coord, token):
-    """Tokens past the last one have none."""
+    """Whether the token has values: it is not past the sequence's last one."""
     return token < coord.work.sequence.tokens
 
 
 @cute.jit
 def load_rows_with_tokens(copies, left, zeros_at, full, coord):
-    """KDA's tiles of a chunk. Prepare writes zeros for sub-chunks without tokens only once: in the
+    """Load KDA's tiles of a chunk. Prepare writes zeros for sub-chunks without tokens once: in the
     first 32 channels of the tile at `zeros_at`. left: tokens from the chunk's first one on."""
     if cutlass.const_expr(not levels.current().bulk_copies):
         end = (left + SUBCHUNK - 1) // SUBCHUNK * SUBCHUNK

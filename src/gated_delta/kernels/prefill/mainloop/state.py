@@ -213,7 +213,7 @@ class StoreTarget(NamedTuple):
     work: NamedTuple
     rows: StateCoord
     end_chunk: Int32
-    """Of the work tile."""
+    """The work tile's."""
     is_last: Boolean
     """Whether the work tile ends the sequence."""
 
@@ -225,7 +225,7 @@ class States:
         self.dtype, self.K = dtype, K
 
     def load_initial(self, args, work, rows, state):
-        """Zeros where the sequence has no initial state. rows: a lane's StateCoord."""
+        """Load the initial state, or zeros if there is none. rows: a lane's StateCoord."""
         ptr = args.ptr
         flag_at = ptr.has_initial_state + offset(work.sequence.n, args.stride.has_initial_state_n)
         resumed = ptx.load_flag(flag_at, ptr.has_initial_state != 0)
@@ -234,7 +234,7 @@ class States:
         load_rows(at, self.dtype, self.K, rows, resumed, state)
 
     def store_final(self, args, target, state, state_scale):
-        """target: StoreTarget."""
+        """Store the final state. target: StoreTarget."""
         ptr, stride, work = args.ptr, args.stride, target.work
         stored = Int32(ptr.final_state != 0) & Int32(work.state_index >= 0) & Int32(target.is_last)
         at = ptr.final_state + offset(cutlass.max(work.state_index, 0), stride.final_state_p)

@@ -19,7 +19,7 @@ WORK_BYTES = 32
 
 
 class Work(NamedTuple):
-    """A work tile: a value head of a sequence, or a segment and a row tile of it."""
+    """A work tile: a value head of a sequence, or a row tile of it or of one of its segments."""
 
     sequence: Sequence
     state_index: Int32

@@ -97,7 +97,7 @@ def activate_beta(args, beta, condition):
 
 
 def store_scales(scales_at, token, scales, condition):
-    """A token's scales, as offsets and numbers, to the chunk's in the workspace."""
+    """Store a token's scales, given as offsets and numbers, among the chunk's in the workspace."""
     for first, x in scales:
         ptx.store_if(Float32, scales_at + (first + token * 4), x, condition)
 

@@ -45,7 +45,7 @@ class GdnTerms:
         return coord.shared + self.gates + head % 4 * GATE_BYTES
 
     def addresses(self, coord, head):
-        """Of a value head's terms: two buffers of Tinv and Aqk, gates of four heads."""
+        """Addresses of a value head's terms: two buffers of Tinv and Aqk, gates of four heads."""
         tinv = coord.shared + (self.tinv_aqk + head % 2 * (2 * TRIANGLE_BYTES))
         return common.HeadAddresses(self.gates_at(coord, head), tinv, tinv + TRIANGLE_BYTES)
 
@@ -124,7 +124,7 @@ class GdnTerms:
         return words[:K_BLOCKS], words[K_BLOCKS:]
 
     def store_norm(self, args, coord, i, is_k, vectors):
-        """|q|, times the scale, or |k| to shared memory. Returns 1 / the vector's length."""
+        """Store |q|, times the scale, or |k|. Returns 1 / the vector's length."""
         squares = self.sum_of_squares(vectors)
         inverse = ptx.rsqrt_or_zero(squares)
         norm = common.norm_of(squares, inverse, self.qk_l2norm)
@@ -137,7 +137,7 @@ class GdnTerms:
         return inverse
 
     def sum_of_squares(self, vectors):
-        """Of a token's row, which four lanes share."""
+        """The sum of the squares of a token's row, which four lanes share."""
         total = Float32(0)
         for vector in vectors:
             for x in vector:
@@ -146,7 +146,7 @@ class GdnTerms:
         return total + shuffle_sync_bfly(total, offset=2)
 
     def store_unit_vector(self, coord, i, is_k, vectors, inverse, operand):
-        """q or k as a left operand in registers, in a tile, and k as a right operand."""
+        """Store q or k as a left operand in registers and in a tile, and k as a right operand."""
         tile = coord.shared + self.tiles + is_k * TILE_BYTES
         for j in range(K_BLOCKS):
             words = ptx.pack_pairs([y * inverse for y in vectors[j]])
@@ -217,7 +217,7 @@ class GdnTerms:
             ptx.store_shared_f32(at + GATE_BETA_K * 4, beta)
 
     def cumulate_gates(self, args, coord, i):
-        """A warp's head: the gates in shared memory, the scales in the workspace."""
+        """Store a warp's head: the gates in shared memory, the scales in the workspace."""
         has_head = i < args.size.cta_heads
         gates, tokens = self.gates_at(coord, i), (coord.lane, coord.lane + 32)
         logs, betas = (
@@ -279,7 +279,7 @@ def cumulate(log, lane):
 
 
 def store_scales(at, token, cumsum, total, q_norm, k_norm, condition):
-    """A token's scales to the workspace."""
+    """Store a token's scales to the workspace."""
     decay = ptx.exp2(cumsum)
     scales = (layout.GDN_SCALE_S_K, k_norm * decay), (layout.GDN_SCALE_S_Q, decay)
     common.store_scales(at, token, (*scales, (layout.GDN_SCALE_O, q_norm)), condition)
@@ -311,7 +311,7 @@ def load_factors(coord, gates_at):
 
 @cute.jit
 def decay_products(inverse, coord, head, kk, qk):
-    """The warp's rows of the system and of Aqk; zeros right of the diagonal in diagonal blocks.
+    """Store the warp's rows of the system and Aqk; diagonal blocks are zero right of the diagonal.
 
     System: beta_t |k_t|**2 (k_t k_i) decay(t, i) for i < t. Aqk: (q_t k_i) decay(t, i) for i <= t.
     """
@@ -325,7 +325,7 @@ def decay_products(inverse, coord, head, kk, qk):
 
 
 def decay_block(inverse, coord, aqk_at, kk, qk, factors, b):
-    """In fp16."""
+    """Apply decays and beta to a block below the diagonal, in fp16."""
     for j in (2 * b, 2 * b + 1):
         for i in range(2):
             decay = [ptx.exp2(factors.rows[i] - x) for x in factors.columns[j]]
@@ -337,7 +337,8 @@ def decay_block(inverse, coord, aqk_at, kk, qk, factors, b):
 
 
 def decay_diagonal(inverse, coord, aqk_at, kk, qk, factors, b):
-    """In fp32. Decays above the diagonal exceed 1; the stores mask them."""
+    """The same for a diagonal block, in fp32. Decays above the diagonal exceed 1; the stores mask
+    them."""
     for j in (2 * b, 2 * b + 1):
         for i in range(2):
             decays = [ptx.exp2(factors.rows[i] - x) for x in factors.columns[j]]
@@ -369,7 +370,7 @@ class BlockDecays(NamedTuple):
 
 @cute.jit
 def decay_fused_products(inverse, coord, gates_at, aqk_at, kk, kq):
-    """The warp's rows of the system and columns of Aqk, decayed, to shared memory."""
+    """Store the warp's rows of the system and columns of Aqk, decayed, to shared memory."""
     factors = load_factors(coord, gates_at)
     own_at = gates_at + (GATE_CUMSUM + coord.subchunk * SUBCHUNK) * 4
     own_columns = [
@@ -441,7 +442,7 @@ def decay_fused_block(is_left, kk, kq, decays, columns, b):
 
 
 def choose(condition, yes, no):
-    """Of numbers, or of numbers in lists."""
+    """`yes` if the condition holds, else `no`: numbers, or lists chosen element by element."""
     if isinstance(condition, bool):
         return yes if condition else no
     if isinstance(yes, (list, tuple)):
@@ -450,13 +451,13 @@ def choose(condition, yes, no):
 
 
 def store_system_block(inverse, coord, b, words):
-    """Block (subchunk, b) of the system, b < subchunk: halves of its columns, then of its rows."""
+    """Store block (subchunk, b < subchunk) of the system: halves of columns, then of rows."""
     for e in range(4):
         inverse.store_system(coord, b, e % 2, e // 2, words[e])
 
 
 def store_aqk_block(inverse, coord, aqk_at, b, words):
-    """Block (b, subchunk) of Aqk, given transposed: halves of its columns, then of its rows."""
+    """Store block (b, subchunk) of Aqk, given transposed: halves of columns, then of rows."""
     matrix = coord.lane // 8
     row = b * SUBCHUNK + matrix // 2 * 8 + coord.lane % 8
     vector = 2 * coord.subchunk + matrix % 2

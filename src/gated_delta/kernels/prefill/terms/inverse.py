@@ -40,14 +40,14 @@ class InverseRegions(NamedTuple):
     system: int
     """The system left of its diagonal blocks, fp16 [48, 48]; the first 16 tokens have no row."""
     inverses: int
-    """Of each diagonal block: its transposed inverse, then the same scaled by beta |k|, fp16."""
+    """Each diagonal block's transposed inverse, then the same scaled by beta |k|, fp16."""
     diagonals: int
     """The system's diagonal blocks, fp32, columns as rows."""
 
 
 def add_regions(smem, late=None):
-    """Regions of an inverse, contiguous in a SharedMemory; the diagonal blocks in `late`, if any,
-    which other regions may overlap until they are written."""
+    """Add an inverse's regions to a SharedMemory, contiguous; the diagonal blocks to `late`, if
+    any, which other regions may overlap until they are written."""
     system, inverses = (smem.add(size, 16) for size in (SYSTEM_BYTES, INVERSES_BYTES))
     return InverseRegions(system, inverses, (late or smem).add(DIAGONAL_BYTES, 16))
 
@@ -61,12 +61,12 @@ class Inverse:
     # ---------------------------------------------------------------------------- system and Aqk
 
     def store_system(self, coord, subchunk, i, j, word):
-        """Two entries left of the diagonal: the warp's tokens with an earlier sub-chunk's."""
+        """Store two entries left of the diagonal: the warp's tokens with an earlier sub-chunk's."""
         at = self.system_row(coord, coord.token(i))
         ptx.store_shared(at + (SUBCHUNK * subchunk + 8 * j + 2 * coord.quad_lane) * 2, word)
 
     def store_system_diagonal(self, coord, i, j, x):
-        """Two entries of the warp's diagonal block: row + 8 i, columns from 8 j + 2 quad_lane."""
+        """Store two entries of the warp's diagonal block: row + 8 i, column 8 j + 2 quad_lane."""
         row, column = coord.row + 8 * i, 8 * j + 2 * coord.quad_lane
         for p in range(2):
             at = self.diagonal_column(coord, column + p) + row * 4
@@ -203,7 +203,7 @@ class Inverse:
         self.store_tinv(coord, tinv_at, coord.subchunk + below, words)
 
     def store_tinv(self, coord, tinv_at, j, words):
-        """Block (j, subchunk) of Tinv, given transposed as a left operand."""
+        """Store block (j, subchunk) of Tinv, given transposed as a left operand."""
         # A left operand's matrices are columns 0..7 and 8..15 of tokens t 0..7, then of t 8..15.
         t, vector = coord.lane // 16 * 8 + coord.lane % 8, coord.lane // 8 % 2
         at = tinv_at + self.vector_offset(j * SUBCHUNK + t, 2 * coord.subchunk + vector)

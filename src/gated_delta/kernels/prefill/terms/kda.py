@@ -61,7 +61,7 @@ class TileRows(NamedTuple):
     k: Int64
     k_restored: Int64
     absmax: cute.Tensor | None
-    """Of rows, for the transition's bound."""
+    """Largest magnitudes of rows, for the transition's bound."""
 
 
 class KdaTerms:
@@ -139,11 +139,11 @@ class KdaTerms:
             self.bound.store(args, coord)
 
     def has_tokens(self, coord):
-        """Whether the warp's sub-chunk has any."""
+        """Whether the warp's sub-chunk has tokens."""
         return self.assume_tokens or coord.subchunk * SUBCHUNK < coord.tokens
 
     def clear_operands(self, coord):
-        """Of a sub-chunk past the last token, where raw q and k are zeros."""
+        """Zero the operands of a sub-chunk past the last token, where raw q and k are zeros."""
         totals_at = self.totals_at(coord, coord.subchunk) + coord.lane * 16
         ptx.store_shared_x4(totals_at, [Uint32(0)] * 4)
         for k_block in range(K_BLOCKS):
@@ -204,7 +204,7 @@ class KdaTerms:
         return shuffle_sync(parts[0] + parts[1], offset=coord.row * 4 + coord.row // 2)
 
     def store_norms(self, args, coord, inverse_norms, squares, beta):
-        """beta |k|**2 and beta |k| to shared memory, |q| and |k| to the workspace.
+        """Store beta |k|**2 and beta |k| to shared memory, |q| and |k| to the workspace.
 
         For scan_raw their inverses too. Returns these; q's, and Aqk with them, times Q_SCALE.
         """
@@ -267,7 +267,7 @@ class KdaTerms:
         return ptx.load_shared_f32x8(self.cumsum_at(coord, t) + coord.quad_lane * 32)
 
     def store_chunk_decays(self, args, coord):
-        """The whole chunk's decay to the workspace, and the decays around the sub-chunk.
+        """Store the chunk's decay to the workspace, and the decays around the sub-chunk.
 
         For tiles these go to shared memory: from the chunk's start to the sub-chunk's, and from the
         sub-chunk's end to the chunk's. For scan_raw the sub-chunks' log decays go to the workspace.
@@ -339,7 +339,7 @@ class KdaTerms:
         return tokens
 
     def store_left(self, coord, k_block, left):
-        """q and k decayed from the sub-chunk's start, as left operands of two steps."""
+        """Store q and k decayed from the sub-chunk's start, as left operands of two steps."""
         for qk in range(2):
             pairs = [ptx.pack_pairs(token[qk]) for token in left]
             for step in range(2):
@@ -447,7 +447,7 @@ class KdaTerms:
         ]
 
     def store_tile_rows(self, coord, tiles, k_block, left):
-        """8 channels of the lane's tokens: q and k decayed from the chunk's start, k to its end.
+        """Store 8 channels of the lane's tokens: q, k decayed from the chunk's start, k to its end.
 
         A sub-chunk without tokens writes only the first K block of k_restored: the scan reads these
         zeros for all others.
@@ -486,7 +486,7 @@ class KdaTerms:
                     add_product(block, half, qk, left[qk][step], words, Float16)
 
     def store_block(self, coord, head, block, a, b):
-        """Block (a, b) of the system and of Aqk."""
+        """Store block (a, b) of the system and of Aqk."""
         coord = coord._replace(subchunk=a)
         beta_k2 = common.load_beta_k2(coord, head.gates)
         for half, i, q_products, k_products in products_of(block):
@@ -507,7 +507,7 @@ def new_blocks():
 
 
 def products_of(block):
-    """Of each half of the columns and of the lane's rows: half, row, products with q, with k."""
+    """Yield half of the columns, row of the lane, its products with q, its products with k."""
     for half, i in itertools.product(range(2), range(2)):
         yield half, i, *([block[2 * i + p, half, qk] for p in range(2)] for qk in range(2))
 
@@ -549,7 +549,7 @@ def exp2(xs):
 
 
 def decay_between(start, end):
-    """From two tokens' cumulative log decays."""
+    """The decays between two tokens, from their cumulative log decays in base 2."""
     return [ptx.exp2(y - x) for x, y in zip(start, end, strict=True)]
 
 

@@ -18,7 +18,7 @@ from ..layout import K_BLOCKS, LOG2_E, SUBCHUNK, TILE, D
 from . import common
 
 MIN_RATE, MAX_RATE = 2.0**-100, 2.0**100
-"""Of exp(A_log)."""
+"""Limits of exp(A_log)."""
 
 VECTOR_BYTES = 5 * 128
 """A warp's vectors: the growth of right operands, fp32 [32], then biases, fp32 [4, 32]."""
@@ -140,7 +140,7 @@ class TileInputs:
         self.gate, self.K, self.regions = gate, K, regions
 
     def load(self, args, coord):
-        """The warp's tokens and biases to shared memory. Returns beta's bits and the parameters."""
+        """Copy the warp's tokens and biases to shared memory. Returns beta's bits, parameters."""
         self.start_load_tokens(args, coord)
         bits = load_beta_bits(args, coord)
         parameters = self.gate.load_parameters(args, coord.hv)
@@ -194,7 +194,7 @@ class TileInputs:
         cute.arch.cp_async_commit_group()
 
     def start_load_g_fp32(self, args, coord):
-        """A row per token."""
+        """Start copies of fp32 g, a row per token."""
         first = coord.subchunk * SUBCHUNK
         source = common.chunk_token_at(args, "g", coord, first, coord.hv) + coord.lane * 16
         for t in range(SUBCHUNK):
@@ -251,7 +251,7 @@ class RawInputs:
 
     @cute.jit
     def start_load_tokens(self, args, shared, n, token, hv):
-        """A warp: start the copies of a chunk's tokens, the first of them `token`."""
+        """Start, with one warp, the copies of a chunk's tokens, the first of them `token`."""
         with cute.arch.elect_one():
             self.ring.producer_expect(shared, 0, 3 * TILE_BYTES)
         for name, head, region in self.copies(args, hv):
@@ -260,7 +260,7 @@ class RawInputs:
             hopper.copy_box(tensor_map, self.box, coord, shared + region, full_at)
 
     def prefetch_tokens(self, args, n, token, hv):
-        """A warp: the same tokens to L2."""
+        """Prefetch, with one warp, the same tokens to L2."""
         for name, head, _ in self.copies(args, hv):
             coord = hopper.BoxCoord(n, token, head, 0)
             hopper.prefetch_box(getattr(args.maps, name), self.box, coord)
@@ -304,7 +304,7 @@ class RawInputs:
 
     @cute.jit
     def clear_tokens(self, coord):
-        """Past the last token, where others may lie: zeros, and a g with a log decay of 0."""
+        """Past the last token, where others may lie, store zeros and a g with a log decay of 0."""
         regions, row, vector = self.regions, coord.lane // 16, coord.lane % 16
         for t in cutlass.range(row, SUBCHUNK, 2, unroll=1):
             if coord.subchunk * SUBCHUNK + t >= coord.tokens:

@@ -44,13 +44,13 @@ class KdaTransitionBound:
         self.sums, self.decay = smem.add(16), smem.add(16)
 
     def store_decay(self, coord, decays):
-        """The largest of the chunk's decays, from the warp of the last sub-chunk."""
+        """Store the largest of the chunk's decays, from the warp of the last sub-chunk."""
         largest = ptx.fmax(ptx.fmax(decays[0], decays[1]), ptx.fmax(decays[2], decays[3]))
         largest = ptx.warp_max(largest.bitcast(Uint32))
         ptx.store_shared(coord.shared + self.decay, largest, coord.subchunk == 3)
 
     def new_absmax(self):
-        """Of the lane's rows, as pairs of fp16: [k_decayed or k_restored, row]."""
+        """Zeros for the absmax of the lane's rows, fp16 pairs: [k_decayed or k_restored, row]."""
         absmax = cute.make_rmem_tensor((2, 2), Uint32)
         absmax.fill(0)
         return absmax
@@ -60,7 +60,7 @@ class KdaTransitionBound:
             absmax[n, i] = ptx.max_abs_x2(absmax[n, i], word, Float16)
 
     def store_rows(self, coord, absmax):
-        """The rows' absmax to shared memory, k_decayed's times |k|."""
+        """Store the rows' absmax, k_decayed's times |k|."""
         for n, region in enumerate((self.k_decayed, self.k_restored)):
             for i in range(2):
                 row = ptx.fmax(*ptx.unpack([absmax[n, i] & Uint32(0x7FFF7FFF)], Float16))
@@ -96,7 +96,7 @@ class KdaTransitionBound:
 
     @cute.jit
     def store(self, args, coord):
-        """Thread 0: the bound to the workspace, when all warps have added theirs."""
+        """Store the bound to the workspace, by thread 0, when all warps have added theirs."""
         if coord.thread == 0:
             sums = [ptx.load_shared_f32(self.sum_at(coord, subchunk)) for subchunk in range(4)]
             total = (sums[0] + sums[1]) + (sums[2] + sums[3])
