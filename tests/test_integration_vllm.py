@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from gated_delta.integrations import releases, vllm_common
 from gated_delta.integrations import vllm as plugin
+from gated_delta.integrations.engine import releases
+from gated_delta.integrations.vllm import process as vllm_process
 
 
 class Engine(SimpleNamespace):
@@ -42,12 +43,12 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
         "vllm.model_executor.custom_op": dict(
             op_registry_oot=engine.registry, PluggableLayer=layer
         ),
-        "gated_delta.integrations.vllm_layers": {
+        "gated_delta.integrations.vllm.layers": {
             name: type(name, (), {}) for name in plugin.LAYERS.values()
         }
         | dict(
             replace_later=lambda: engine.later.append(True),
-            vllm_cuts=SimpleNamespace(align=lambda: engine.aligned.append(True)),
+            cuts=SimpleNamespace(align=lambda: engine.aligned.append(True)),
         ),
     }
     for name, values in contents.items():
@@ -143,8 +144,8 @@ class Layer:
     name = "QwenGatedDeltaNetAttention"
 
     def __init__(self, prefix: str, **refused: str):
-        self.prefix, self.tally = prefix, vllm_common.Tally(refused)
-        vllm_common.layers.add(self)
+        self.prefix, self.tally = prefix, vllm_process.Tally(refused)
+        vllm_process.layers.add(self)
 
 
 def test_report() -> None:
@@ -165,6 +166,6 @@ def test_report() -> None:
 
 def test_the_norm_on_a_gpu_is_its_kernel() -> None:
     norm = SimpleNamespace(forward_cuda=object())
-    assert vllm_common.norm_on(norm, torch.device("cuda")) is norm.forward_cuda
-    assert vllm_common.norm_on(norm, torch.device("cpu")) is norm
-    assert vllm_common.norm_on(norm := SimpleNamespace(), torch.device("cuda")) is norm
+    assert vllm_process.norm_on(norm, torch.device("cuda")) is norm.forward_cuda
+    assert vllm_process.norm_on(norm, torch.device("cpu")) is norm
+    assert vllm_process.norm_on(norm := SimpleNamespace(), torch.device("cuda")) is norm

@@ -17,8 +17,8 @@ if "amx" in case:  # as on such a CPU; sglang_cpu hides it
 sglang_cpu.install()
 
 from gated_delta import api, dispatch, gpus, ops
-from gated_delta.integrations import sglang_common as common
-from gated_delta.integrations import start
+from gated_delta.integrations.engine import load as start
+from gated_delta.integrations.sglang import process
 
 
 class Calls(collections.Counter):
@@ -67,13 +67,13 @@ if case["engine"].get("enable_deterministic_inference"):
     ModelRunner.maybe_enable_batch_invariant_mode = lambda self: None
     choices.add_deterministic_attention_backend_choices(["torch_native"])
     choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
-common.process.calls = Calls()
+process.state.calls = Calls()
 if "kernels" in case:
     record(case["kernels"])
 if "on_gpu" in case:
     start.gpu_of = lambda device: gpus.H200
 if "backend" in case:
-    common.backend_for = lambda x: case["backend"]
+    process.backend_for = lambda x: case["backend"]
 
 
 def main():

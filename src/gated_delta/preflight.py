@@ -18,16 +18,19 @@ from typing import Any, NamedTuple
 import torch
 from rich.table import Table
 
-from gated_delta import compile
-from gated_delta.gpus import GPUS, PRODUCTS, Gpu, card_of, product
-from gated_delta.integrations import card_check, releases, sglang_common, start, vllm, vllm_calls
-from gated_delta.integrations.sglang_kernels import ring_lacks
-from gated_delta.integrations.sglang_start import Layer
-from gated_delta.ops.launch import MAX_NORM
-from gated_delta.options import MAX_DIM, MAX_HEADS
-from gated_delta.problem import INPUT_DTYPES, MAX_DRAFT, SHORT, KVBuffer, UnsupportedProblem
-from gated_delta.results import make_table
-from gated_delta.testing import Case
+from . import compile
+from .gpus import GPUS, PRODUCTS, Gpu, card_of, product
+from .integrations.engine import card_check, load, releases
+from .integrations.sglang.kernels import ring_lacks
+from .integrations.sglang.process import drafts_need
+from .integrations.sglang.start import Layer
+from .integrations.vllm import unsupported
+from .integrations.vllm.calls import Recurrence, too_many
+from .ops.launch import MAX_NORM
+from .options import MAX_DIM, MAX_HEADS
+from .problem import INPUT_DTYPES, MAX_DRAFT, SHORT, KVBuffer, UnsupportedProblem
+from .results import make_table
+from .testing import Case
 
 ENGINES = dict(sglang="SGLang", vllm="vLLM")
 MODES = dict(sglang=("decode", "prefill", "verify"), vllm=("decode", "prefill"))
@@ -242,7 +245,7 @@ class Mode:
     """ours: our kernels run it. reason: why not, or a remark. unbuilt: kernels to be compiled."""
 
     name: str
-    calls: list[start.Call] = field(default_factory=list)
+    calls: list[load.Call] = field(default_factory=list)
     ours: bool = True
     reason: str = ""
     unbuilt: tuple[str, ...] = ()
@@ -360,7 +363,7 @@ def plan(asked: Asked, device: torch.device) -> Plan:
         mode.calls = [(op, arguments | dict(backend="cute")) for op, arguments in mode.calls]
         if refused:
             mode.leave(refused)
-        elif mode.ours and (lacks := start.refused(mode.calls, gpu)):
+        elif mode.ours and (lacks := load.refused(mode.calls, gpu)):
             mode.leave(f"ours needs {'; '.join(dict.fromkeys(lacks.values()))}")
     served = [call for mode in modes if mode.ours for call in mode.calls]
     for mode in (mode for mode in modes if mode.ours):
@@ -441,7 +444,7 @@ def _release(engine: str) -> tuple[str, str]:
     if version is None:
         return f"{ENGINES[engine]} is not installed here: its release was not checked", ""
     if engine == "vllm":
-        refusal = vllm.unsupported(version, "cuda")
+        refusal = unsupported(version, "cuda")
     else:
         refusal = releases.SGLANG.refusal(version)
         refusal = refusal and f"expected SGLang {releases.SGLANG.version}, got {refusal}"
@@ -449,17 +452,17 @@ def _release(engine: str) -> tuple[str, str]:
     return f"{ENGINES[engine]} {version} is {served}", refusal or ""
 
 
-def _look_for_kernels(mode: Mode, served: list[start.Call], gpu: Gpu | torch.device) -> None:
+def _look_for_kernels(mode: Mode, served: list[load.Call], gpu: Gpu | torch.device) -> None:
     """Leaves a mode whose kernels are missing. served: the calls of all modes, for the command."""
     if not (compile.may_compile() and compile.installed(compile.COMPILER)):
         try:
-            start.load(mode.calls, gpu, served)
+            load.load(mode.calls, gpu, served)
         except UnsupportedProblem as error:
             reason, *_ = str(error).splitlines()
             mode.leave(reason)
             mode.unbuilt = error.missing
     else:
-        mode.unbuilt, command = start.unbuilt(mode.calls, gpu, served)
+        mode.unbuilt, command = load.unbuilt(mode.calls, gpu, served)
         if mode.unbuilt:
             mode.reason = f"its start compiles {len(mode.unbuilt)} kernels; {command}"
 
@@ -470,7 +473,7 @@ def _sglang(asked: Asked, model: Model) -> tuple[list[Mode], dict[str, int]]:
     scratch: Any = None
     drafts: dict[str, int] = {}
     in_kvbuffer = compile.flag("GATED_DELTA_SGLANG_KVBUFFER", False)
-    T, unfit = asked.drafts, sglang_common.drafts_need(asked.drafts, asked.tree, in_kvbuffer)
+    T, unfit = asked.drafts, drafts_need(asked.drafts, asked.tree, in_kvbuffer)
     gate = "channel" if family == "KDA" else "head"
     sizes: dict[str, Any] = dict(H=H, HV=HV, K=K, V=V, gate=gate)
     if 0 < T <= MAX_DRAFT:
@@ -497,7 +500,7 @@ def _sglang(asked: Asked, model: Model) -> tuple[list[Mode], dict[str, int]]:
     return modes, drafts
 
 
-class _Layer(vllm_calls.Recurrence):
+class _Layer(Recurrence):
     """A layer as vLLM would build it."""
 
     def __init__(self, model: Model, drafts: int):
@@ -522,7 +525,7 @@ class _Layer(vllm_calls.Recurrence):
 def _vllm(asked: Asked, model: Model) -> tuple[list[Mode], dict[str, int]]:
     _, _, _, HV, K, V, _ = model.sizes
     pool = torch.empty(2, HV, V, K, dtype=model.state_dtype)
-    layer, left = _Layer(model, asked.drafts), vllm_calls.too_many(asked.drafts)
+    layer, left = _Layer(model, asked.drafts), too_many(asked.drafts)
     in_kvbuffer = compile.flag("GATED_DELTA_VLLM_KVBUFFER", False)
     layer.buffered = in_kvbuffer and asked.drafts > 0 and not left
     if compile.flag("GATED_DELTA_VLLM_RING", False):

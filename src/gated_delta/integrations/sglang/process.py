@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from gated_delta.integrations import releases
-from gated_delta.integrations.health import Health
+from gated_delta.integrations.engine import releases
+from gated_delta.integrations.engine.health import Health
 from gated_delta.problem import MAX_DRAFT
 
 NAME = "gated_delta"
@@ -32,10 +32,10 @@ LOG = logging.getLogger("gated_delta.integrations.sglang")
 
 
 @dataclass
-class Process:
+class State:
     """State of the plug-in in one process of the engine.
 
-    deterministic: the engine's --enable-deterministic-inference; `sglang_start.check` sets it.
+    deterministic: the engine's --enable-deterministic-inference; `start.check` sets it.
     trees: whether the engine's drafts are trees; as above.
     left: per "GDN" or "KDA" and mode, why the engine's kernel runs all of its calls, by the checks
     at the start. refused: per problem, why it runs that one.
@@ -64,7 +64,7 @@ class Process:
         return [f"{route}: {calls} calls" for route, calls in self.calls.items()]
 
 
-process = Process()
+state = State()
 
 
 def chosen() -> set[str]:

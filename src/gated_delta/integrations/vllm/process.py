@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gated_delta.integrations.health import Health
+from gated_delta.integrations.engine.health import Health
 
 
 @dataclass
