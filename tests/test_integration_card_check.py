@@ -336,8 +336,9 @@ def test_sglang_runs_its_kernel_for_a_failing_mode(monkeypatch):
     assert kernel.extend(x, x, x, gate, gate.a, **given) != "the engine's"
     process.left["GDN", "prefill"] = "a check that passes"
     assert kernel.extend(x, x, x, gate, gate.a, **given) == "the engine's"
-    assert process.report()[1:] == [
-        "GDN prefill on the engine's own kernel (ours needs a check that passes): 1 calls"
+    reason = 'ours=1 engine_own=1 reason="a check that passes"'
+    assert process.calls.lines() == [
+        f"gated_delta health op=prefill family=gdn engine=sglang {reason}"
     ]
 
 

@@ -160,10 +160,10 @@ def test_prefills_are_deterministic_as_the_engine_says(process, monkeypatch):
     assert extend(bounds, monkeypatch) == (None, True)
 
 
-# ---------------------------------------------------------------------------------------- health
+# ---------------------------------------------------------------------------------------- report
 
 
-def test_health_counts_both_routes(process, monkeypatch, caplog):
+def test_the_report_counts_both_routes(process, monkeypatch, caplog):
     """The log has a line at 1, 10, ... calls of a route; its values parse as in a shell."""
     caplog.set_level(logging.INFO, sglang_process.LOG.name)
     process.left["GDN", "prefill"] = 'a "check" that passes'
@@ -181,7 +181,7 @@ def test_health_counts_both_routes(process, monkeypatch, caplog):
         dict(op="decode", ours=n, engine_own="0", reason="", **common) for n in ("1", "10")
     ]
     assert values == expected
-    assert plugin.health() == [
+    assert plugin.report() == [
         lines[0].replace("engine_own=1", "engine_own=3"),
         lines[-1].replace("ours=10", "ours=12"),
     ]

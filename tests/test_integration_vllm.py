@@ -12,6 +12,7 @@ import torch
 
 from gated_delta.integrations import vllm as plugin
 from gated_delta.integrations.engine import releases
+from gated_delta.integrations.engine.calls import Calls
 from gated_delta.integrations.vllm import process as vllm_process
 
 
@@ -144,21 +145,28 @@ class Layer:
     name = "QwenGatedDeltaNetAttention"
 
     def __init__(self, prefix: str, **refused: str):
-        self.prefix, self.tally = prefix, vllm_process.Tally(refused)
+        self.prefix, self.refused = prefix, refused
         vllm_process.layers.add(self)
 
 
-def test_report() -> None:
+def test_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+    monkeypatch.setattr(vllm_process, "calls", calls := Calls("vllm", log.append))
     tenth = Layer("model.layers.10.linear_attn")
     ninth = Layer("model.layers.9.linear_attn", prefill="K=96")
-    tenth.tally.calls.update(decode=2, prefill=1)
+    for op in ("decode", "decode", "prefill"):
+        calls.count("GDN", op, tenth.prefix)
+    calls.count("GDN", "prefill", ninth.prefix, "K=96")
     first, second = plugin.report()
-    assert first == (ninth.prefix, ninth.name, "gated_delta", "vLLM: K=96", {})
-    line = f"{ninth.prefix} ({ninth.name}): decode: gated_delta; prefill: vLLM: K=96; calls: none"
-    assert str(first) == line
-    calls = dict(decode=2, prefill=1)
-    assert second == (tenth.prefix, tenth.name, "gated_delta", "gated_delta", calls)
-    assert str(second).endswith("calls: decode 2, prefill 1")
+    assert first == (ninth.prefix, ninth.name, "gated_delta", "vLLM: K=96", {}, dict(prefill=1))
+    routes = "decode: gated_delta; prefill: vLLM: K=96; calls: none; vLLM's own: prefill 1"
+    assert str(first) == f"{ninth.prefix} ({ninth.name}): {routes}"
+    ours = dict(decode=2, prefill=1)
+    assert second == (tenth.prefix, tenth.name, "gated_delta", "gated_delta", ours, {})
+    assert str(second).endswith("calls: decode 2, prefill 1; vLLM's own: none")
+    prefills = 'op=prefill family=gdn engine=vllm ours=1 engine_own=1 reason="K=96"'
+    assert log[-1] == f"gated_delta health {prefills}"
+    assert [line.split()[5] for line in log] == ["ours=1"] * 3
     del tenth, ninth
     gc.collect()
     assert plugin.report() == []  # the layers end with the engine

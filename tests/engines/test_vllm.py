@@ -23,7 +23,7 @@ import gated_delta
 from gated_delta import preflight
 from gated_delta.gpus import H200
 from gated_delta.integrations.engine import load, releases
-from gated_delta.integrations.engine.health import Health
+from gated_delta.integrations.engine.calls import Calls
 
 HERE = Path(__file__).parent
 SOURCES = HERE.parents[1] / "src"
@@ -347,14 +347,13 @@ def test_who_keeps_checkpoints(
 ) -> None:
     """vLLM has blocks for them if a layer names an alignment: then every prefill must keep them."""
     from gated_delta.integrations.vllm import layers as vllm_layers
-    from gated_delta.integrations.vllm import process as vllm_process
 
     plain = "get_prefill_checkpoint_alignment"  # inherited in vLLM 0.32
     monkeypatch.setattr(
         vllm_layers.QwenGatedDeltaNetAttention, plain, lambda layer: of_vllm, raising=False
     )
     layer = object.__new__(vllm_layers.Qwen)
-    vars(layer).update(aligned=True, tally=vllm_process.Tally(dict.fromkeys(refused, "a reason")))
+    vars(layer).update(aligned=True, refused=dict.fromkeys(refused, "a reason"))
     wanted = layer.get_prefill_checkpoint_alignment() is not None
     assert wanted == (not refused or of_vllm is not None)
     assert layer._exports() == (wanted and "prefill" not in refused)
@@ -408,7 +407,6 @@ def test_what_batch_invariance_needs(
 ) -> None:
     from gated_delta.integrations.vllm import cuts as vllm_cuts
     from gated_delta.integrations.vllm import layers as vllm_layers
-    from gated_delta.integrations.vllm import process as vllm_process
 
     case: dict[str, Any] = dict(refused={}, num_spec=0, dtype=torch.float32)
     case |= dict(block_size=128, mamba_block_size=128, mamba_cache_mode="align")
@@ -421,7 +419,7 @@ def test_what_batch_invariance_needs(
     layer = object.__new__(vllm_layers.Kimi)
     vars(layer).update(
         prefix="model.layers.0",
-        tally=vllm_process.Tally(case["refused"]),
+        refused=case["refused"],
         vllm_config=config,
         num_spec=case["num_spec"],
         ring=case.get("ring", 0),
@@ -600,7 +598,6 @@ def test_rows_behind_the_batch_are_zeros(
     from vllm.third_party.flash_linear_attention.ops import kda
 
     from gated_delta.integrations.vllm import layers as vllm_layers
-    from gated_delta.integrations.vllm import process as vllm_process
 
     (T, n, H, D), counts = (6, 4, 2, 4), BATCHES[batch]
     x, z = torch.ones(T, 4 * H * D), torch.ones(T, H, D)
@@ -624,8 +621,10 @@ def test_rows_behind_the_batch_are_zeros(
         method = "_forward" if name == "Kimi" else "_forward_core"
         monkeypatch.setattr(kind.__bases__[-1], method, engine)
     layer = object.__new__(kind)
-    tally = vllm_process.Tally(dict.fromkeys(refused, "a reason"))
-    vars(layer).update(prefix="layer", sizes=(H, H, D, D), tally=tally, fuses_norm=name != "Olmo")
+    reasons = dict.fromkeys(refused, "a reason")
+    vars(layer).update(
+        prefix="layer", sizes=(H, H, D, D), refused=reasons, fuses_norm=name != "Olmo"
+    )
     vars(layer).update(profiled=True, _drafts=write, _others=write, separate_b_proj=True)
     vars(layer).update(split_ba=lambda ba: ba.chunk(2, -1), f_b_proj=lambda _: (z,))
     vars(layer).update(g_b_proj=lambda _: (z,), f_proj=lambda _: (z,), g_proj=lambda _: (z,))
@@ -685,7 +684,6 @@ def test_checkpoints_that_only_vllm_would_fill(monkeypatch: pytest.MonkeyPatch) 
     from dataclasses import dataclass
 
     from gated_delta.integrations.vllm import layers as vllm_layers
-    from gated_delta.integrations.vllm import process as vllm_process
 
     @dataclass
     class Spec:
@@ -697,8 +695,8 @@ def test_checkpoints_that_only_vllm_would_fill(monkeypatch: pytest.MonkeyPatch) 
     )
     layer = object.__new__(vllm_layers.Kimi)
     for refused, spec in ((), Spec(0, None)), (("decode",), Spec(0, None)), (("prefill",), Spec()):
-        tally = vllm_process.Tally(dict.fromkeys(refused, "a reason"))
-        vars(layer).update(aligned=False, tally=tally)
+        reasons = dict.fromkeys(refused, "a reason")
+        vars(layer).update(aligned=False, refused=reasons)
         assert layer.get_kv_cache_spec(None) == spec
 
 
@@ -713,7 +711,7 @@ def test_drafts_beside_single_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = object.__new__(vllm_layers.Kimi)
     vars(layer).update(
         prefix="layer",
-        tally=vllm_process.Tally(),
+        refused={},
         fuses_norm=True,
         _drafts=fill(1),
         _others=fill(2),
@@ -732,11 +730,12 @@ def test_drafts_beside_single_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     x, out = torch.arange(6.0)[:, None], torch.zeros(6, 1)
     assert layer._run(x, x, x, out, x)
     assert out.flatten().tolist() == [2, 2, 3, 4, 6, 0]
-    health = Health("vllm", print)
-    monkeypatch.setattr(vllm_process, "health", health)
-    layer.tally.refused["decode"] = "another dtype"
+    calls = Calls("vllm", print)
+    monkeypatch.setattr(vllm_process, "calls", calls)
+    layer.refused["decode"] = "another dtype"
     assert not layer._run(x, x, x, out, x)
-    assert health.lines() == [
+    assert calls.at("layer", False) == dict(decode=1, drafts=1)
+    assert calls.lines() == [
         f'gated_delta health op={op} family=kda engine=vllm ours=0 engine_own=1 reason="{reason}"'
         for op, reason in dict.fromkeys(("decode", "drafts"), "another dtype").items()
     ]

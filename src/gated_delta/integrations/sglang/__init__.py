@@ -25,20 +25,13 @@ _KERNELS = dict(decode="decode_kernel", prefill="extend_kernel", verify="verify_
 
 
 def report() -> list[str]:
-    """The calls of this process: a line per kind of layer, mode and route, with its Python calls.
+    """The Python calls of this process: a line per kind of layer and mode, as key=value.
 
-    A CUDA graph counts when it is captured. The layers run in the engine's scheduler processes;
-    their log has each line when it is new.
+    Ours, those on the engine's own kernels, and why. A CUDA graph counts when it is captured. The
+    layers run in the engine's scheduler processes; their log has a line when a count reaches 1, 10,
+    100, ...
     """
-    return process.state.report()
-
-
-def health() -> list[str]:
-    """The same calls, a line per kind of layer and mode, as key=value for a log scraper.
-
-    The log has a line when a count reaches 1, 10, 100, ...
-    """
-    return process.state.health.lines()
+    return process.state.calls.lines()
 
 
 def register() -> None:

@@ -266,11 +266,11 @@ class Operations:
                 "(GATED_DELTA_SGLANG_KVBUFFER=0 turns it off); it needs",
                 (missing,),
             )
-        state.health.count(self.layers, mode, missing)
         if not missing:
-            state.count(f"{self.layers} {mode}{more} on backend {backend}")
+            state.count(self.layers, mode, f"{more} on backend {backend}")
             return result
-        state.count(f"{self.layers} {mode} on the engine's own kernel (ours needs {missing})")
+        route = f" on the engine's own kernel (ours needs {missing})"
+        state.count(self.layers, mode, route, missing)
         assert engine is not None
         return engine()
 

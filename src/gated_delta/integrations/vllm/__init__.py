@@ -25,8 +25,8 @@ LAYERS = {
 class Row(NamedTuple):
     """A layer. decode, prefill: "gated_delta", or "vLLM: " and the reason.
 
-    calls: parts of batches, by "decode", "drafts", "prefill", or "vLLM" for whole batches left to
-    vLLM. A CUDA graph counts when it is captured.
+    calls, engine_own: parts of batches on gated_delta, and left to vLLM, by "decode", "drafts",
+    "prefill". A CUDA graph counts when it is captured.
     """
 
     layer: str
@@ -34,29 +34,27 @@ class Row(NamedTuple):
     decode: str
     prefill: str
     calls: dict[str, int]
+    engine_own: dict[str, int]
 
     def __str__(self) -> str:
-        calls = ", ".join(f"{name} {count}" for name, count in self.calls.items()) or "none"
+        ours, own = (
+            ", ".join(f"{op} {count}" for op, count in counts.items()) or "none"
+            for counts in (self.calls, self.engine_own)
+        )
         routes = f"decode: {self.decode}; prefill: {self.prefill}"
-        return f"{self.layer} ({self.kind}): {routes}; calls: {calls}"
+        return f"{self.layer} ({self.kind}): {routes}; calls: {ours}; vLLM's own: {own}"
 
 
 def report() -> list[Row]:
-    """This process's live layers, built after `register`, in the model's order."""
-    return [
-        Row(x.prefix, x.name, t.route("decode"), t.route("prefill"), dict(t.calls))
-        for x in process.in_order()
-        for t in [x.tally]
-    ]
+    """This process's live layers, built after `register`, in the model's order.
 
-
-def health() -> list[str]:
-    """Calls of this process, a line per kind of layer and operation, over all layers.
-
-    As key=value; the log has a line when a count reaches 1, 10, 100, ... Counts as in `Row`;
-    engine_own: parts of batches left to vLLM.
+    The log has a line over all layers of a kind when a count reaches 1, 10, 100, ...
     """
-    return process.health.lines()
+    counts = process.calls.at
+    return [
+        Row(x.prefix, x.name, *process.routes(x), counts(x.prefix, True), counts(x.prefix, False))
+        for x in process.in_order()
+    ]
 
 
 def unsupported(version: str, platform: str) -> str | None:

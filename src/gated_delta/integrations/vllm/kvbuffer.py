@@ -139,10 +139,10 @@ def lacks(layer: Any, backend: Any, vllm_config: Any) -> list[str]:
 
     backend: vLLM's attention backend for it.
     """
-    reasons = "; ".join(dict.fromkeys(layer.tally.refused.values()))
+    reasons = "; ".join(dict.fromkeys(layer.refused.values()))
     parallel = vllm_config.parallel_config
     missing = {
-        f"every operation on gated_delta, whose kernels lack {reasons}": bool(layer.tally.refused),
+        f"every operation on gated_delta, whose kernels lack {reasons}": bool(layer.refused),
         # Where a cached prefix ends vLLM copies a state: an accepted token's, or without its row.
         "--no-enable-prefix-caching": vllm_config.cache_config.mamba_cache_mode != "none",
         "--pipeline-parallel-size 1": parallel.pipeline_parallel_size > 1,

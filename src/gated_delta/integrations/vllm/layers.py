@@ -56,7 +56,8 @@ class Core(Recurrence, abstract.MambaBase):
         HV, V, K = self.get_state_shape()[1]
         self.sizes = self._key_heads(), HV, V, K
         self.vllm_config = vllm_config
-        self.tally, self.profiled = process.Tally(), False
+        self.refused: dict[str, str] = {}
+        self.profiled = False
         self.inputs, self.deterministic = self.model_config.dtype, envs.VLLM_BATCH_INVARIANT
         self.fuses_norm = V <= MAX_NORM and self._passes_gate()
         align = vllm_config.cache_config.mamba_cache_mode == "align"
@@ -68,7 +69,8 @@ class Core(Recurrence, abstract.MambaBase):
         self.ring = kvbuffer.ring_tokens(vllm_config) if "prefill" not in left else 0
         self._refuse(start.missing(self, start.small_pool(self), left) | left)
         process.layers.add(self)
-        routes = "; ".join(f"{op}: {self.tally.route(op)}" for op in ("decode", "prefill"))
+        decode, prefill = process.routes(self)
+        routes = f"decode: {decode}; prefill: {prefill}"
         process.logger().info_once(
             f"gated_delta {__version__}, backend {BACKEND}, in {self.name}: {routes}"
         )
@@ -93,13 +95,12 @@ class Core(Recurrence, abstract.MambaBase):
         if self.ring:
             self.kvbuffer = kvbuffer.rows_of(self, kv_cache)
         exported = self._exports()
-        self._refuse(start.missing(self, self.kv_cache[1], self.tally.refused))
+        self._refuse(start.missing(self, self.kv_cache[1], self.refused))
         in_kvbuffer = self.buffered or self.ring
-        if (exported and not self._exports()) or (in_kvbuffer and self.tally.refused):
+        if (exported and not self._exports()) or (in_kvbuffer and self.refused):
             # vLLM's blocks are for our kernels by now: some for checkpoints, none for drafts.
             raise RuntimeError(
-                f"gated_delta cannot run {self.prefix} on vLLM's cache as it lies: "
-                f"{self.tally.refused}"
+                f"gated_delta cannot run {self.prefix} on vLLM's cache as it lies: {self.refused}"
             )
         if self.buffered:
             kvbuffer.allocate(self.rows)
@@ -110,7 +111,7 @@ class Core(Recurrence, abstract.MambaBase):
 
         If vLLM's kernels may get a batch, they must keep them too, as FlashInfer's do.
         """
-        refused = self.tally.refused
+        refused = self.refused
         ours = self.aligned and "prefill" not in refused
         return ours and (not refused or super().get_prefill_checkpoint_alignment() is not None)
 
@@ -125,7 +126,7 @@ class Core(Recurrence, abstract.MambaBase):
             spec = replace(spec, num_speculative_blocks=0)
         if self.ring:
             spec = kvbuffer.with_rows(self, spec)
-        if "prefill" in self.tally.refused:
+        if "prefill" in self.refused:
             return spec
         # FlashKDA's layers ask for blocks, which our prefill would not fill.
         none = replace(spec, num_prefill_checkpoint_blocks=0, prefill_checkpoint_alignment=None)
@@ -151,7 +152,7 @@ class Core(Recurrence, abstract.MambaBase):
     def _lacks_for_invariance(self) -> list[str]:
         """What is missing for results whose bits do not depend on the batch."""
         lacks = {
-            "decode and prefill on gated_delta": bool(self.tally.refused),
+            "decode and prefill on gated_delta": bool(self.refused),
             "no draft tokens": self.num_spec > 0,
             f"{kvbuffer.RING}=0": self.ring > 0,
             "--mamba-ssm-cache-dtype float32": self.get_state_dtype()[1] != torch.float32,
@@ -173,7 +174,7 @@ class Core(Recurrence, abstract.MambaBase):
         if reasons and DEVICE == "cpu":
             # vLLM's CPU kernels keep states as [K, V], so it gets both operations or none.
             reasons = dict.fromkeys(("decode", "prefill"), next(iter(reasons.values())))
-        self.tally.refused = reasons | self.tally.refused
+        self.refused = reasons | self.refused
 
     def _run(self, qkv: Tensor, g: Tensor, beta: Tensor, out: Tensor, *z: Tensor) -> bool:
         """Runs the core on this batch. False: vLLM has to.
@@ -182,7 +183,7 @@ class Core(Recurrence, abstract.MambaBase):
         [tokens, HV], logits. z: [tokens, HV, V], the norm's gate. out: [tokens, HV, V], after
         the norm if there is a z; zeros behind the batch's tokens.
         """
-        refused, m = self.tally.refused, self._metadata()
+        refused, m = self.refused, self._metadata()
         self._zero_padding(out)
         if m is None:  # a profile run, before vLLM has a cache
             if "prefill" not in refused and not self.profiled:
@@ -193,11 +194,10 @@ class Core(Recurrence, abstract.MambaBase):
         if (m.num_prefills and "prefill" in refused) or (
             m.num_decodes + m.num_spec_decodes and "decode" in refused
         ):
-            self.tally.calls["vLLM"] += 1
             reason = "; ".join(dict.fromkeys(refused.values()))
             counts = dict(decode=m.num_decodes, drafts=m.num_spec_decodes, prefill=m.num_prefills)
             for op in (op for op, count in counts.items() if count):
-                process.health.count(self._family(), op, reason)
+                self._count(op, reason)
             return False
         n, drafts = m.num_actual_tokens, m.num_spec_decodes > 0
         rows, out = [x[:n] for x in (qkv, g, beta, *(z if self.fuses_norm else ()))], out[:n]
@@ -307,12 +307,9 @@ class Core(Recurrence, abstract.MambaBase):
         self._count("prefill")
         return x
 
-    def _count(self, op: str) -> None:
-        self.tally.calls[op] += 1
-        process.health.count(self._family(), op)
-
-    def _family(self) -> str:
-        return "KDA" if self.channels else "GDN"
+    def _count(self, op: str, reason: str = "") -> None:
+        """reason: why vLLM runs it; "" if we do."""
+        process.calls.count("KDA" if self.channels else "GDN", op, self.prefix, reason)
 
     def _longest(self, m: Any) -> int | None:
         """max_seqlen of several prefills, if vLLM has their lengths on the host."""
@@ -371,10 +368,10 @@ class GDN(Core):
 class Qwen(GDN, QwenGatedDeltaNetAttention):
     def _refuse(self, reasons: dict[str, str]) -> None:
         super()._refuse(reasons)
-        if "decode" not in self.tally.refused:
+        if "decode" not in self.refused:
             # Without our norm, vLLM's kernel for drafts with a norm would bypass the core.
             self.enable_fused_gdn_spec_decode = self.fuses_norm
-        if DEVICE == "cpu" and not self.tally.refused:
+        if DEVICE == "cpu" and not self.refused:
             self._forward_method = self.forward_cuda  # it calls the core
 
     def _passes_gate(self) -> bool:
@@ -392,7 +389,7 @@ class Qwen(GDN, QwenGatedDeltaNetAttention):
     def _forward_core_fused_norm_packed(
         self, mixed_qkvz: Tensor, ba: Tensor, core_attn_out: Tensor
     ) -> None:
-        if not self.fuses_norm or "decode" in self.tally.refused:
+        if not self.fuses_norm or "decode" in self.refused:
             super()._forward_core_fused_norm_packed(
                 mixed_qkvz=mixed_qkvz, ba=ba, core_attn_out=core_attn_out
             )

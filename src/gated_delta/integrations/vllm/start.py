@@ -62,7 +62,7 @@ def load_kernels(layer: Any, pool: Tensor) -> None:
 
     Raises UnsupportedProblem if kernels are missing and cannot be compiled, or may not be.
     """
-    ours = [call for call in layer.calls(pool, 64) if call[0] not in layer.tally.refused]
+    ours = [call for call in layer.calls(pool, 64) if call[0] not in layer.refused]
     load.load(ours, pool.device)
 
 
