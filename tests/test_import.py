@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -122,6 +123,12 @@ def test_no_plug_in_imports_the_other():
         assert len(modules) > 6
         for name in modules:
             assert not [x for x in reached(name, graph) if x.startswith(plug_ins(others))], name
+
+
+def test_no_module_imports_a_package_of_tests():
+    files = [*SOURCES.rglob("*.py")]
+    modules = re.compile(r"^\s*(from|import) (unittest|pytest)\b", re.MULTILINE)
+    assert not [file for file in files if modules.search(file.read_text())]
 
 
 def test_only_compiling_imports_a_compiler():

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from gated_delta.integrations.engine import card_check, load
 from gated_delta.integrations.sglang import process
 from gated_delta.integrations.sglang.start import Layer
 from gated_delta.problem import KVBuffer
+from gated_delta.replaced import replaced
 
 _POOLS = "sglang.srt.mem_cache.kv_cache_configurator"
 _COMMIT = (
@@ -107,7 +107,7 @@ def _budget(original: Any, configurator: Any, rest: float) -> float:
     rows = max(1, get_schedule().max_running_requests // configurator.attn_dp_size) + 1
     reserved = KVBuffer.empty(rows, **arguments | dict(device="meta")).nbytes / 2**30
     # As in the engine's prefill-only processes, it reserves no memory for states of drafts.
-    with mock.patch.object(module, "_pd_prefill_skips_mamba_spec_state", return_value=True):
+    with replaced(module, "_pd_prefill_skips_mamba_spec_state", lambda: True):
         return original(configurator, rest - reserved)
 
 

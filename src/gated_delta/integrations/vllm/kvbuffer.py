@@ -13,7 +13,6 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -27,6 +26,7 @@ from gated_delta.integrations.engine import load
 from gated_delta.integrations.vllm import process
 from gated_delta.integrations.vllm.start import DEVICE
 from gated_delta.problem import MAX_BUFFER, KVBuffer
+from gated_delta.replaced import replaced
 
 DRAFTS, RING = "GATED_DELTA_VLLM_KVBUFFER", "GATED_DELTA_VLLM_RING"
 
@@ -202,7 +202,7 @@ def widen_pages() -> None:
         return with_rows(layer, spec_of(**fields)) if layer else spec_of(**fields)
 
     def hooked(platform: Any, *args: Any) -> None:
-        with mock.patch.object(kv_cache_interface, "MambaSpec", widened):
+        with replaced(kv_cache_interface, "MambaSpec", widened):
             align(platform, *args)
 
     Platform._align_hybrid_block_size = classmethod(hooked)
