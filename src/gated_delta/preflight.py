@@ -33,6 +33,7 @@ from .results import make_table
 from .testing import Case
 
 ENGINES = dict(sglang="SGLang", vllm="vLLM")
+RELEASES = dict(sglang=releases.SGLANG, vllm=releases.VLLM["cuda"])
 MODES = dict(sglang=("decode", "prefill", "verify"), vllm=("decode", "prefill"))
 """As the engines' logs name them. vLLM's decode includes drafts."""
 WHERE = dict(states="as states", kvbuffer="in a KVBuffer (GATED_DELTA_{}_KVBUFFER=1)")
@@ -189,31 +190,15 @@ def _layers(c: Config) -> int:
     return n - n // c.get("full_attention_interval", 4)
 
 
-class Family(NamedTuple):
-    """Models that an engine reads and serves alike.
-
-    states: the dtype of vLLM's by default: "fp32", that of the "inputs", or of the "config" if it
-    names one. fuses_norm: decode includes the gated norm, in vLLM for GDN in bf16 alone.
-    """
-
-    read: Callable[[Config], Sizes]
-    states: str
-    fuses_norm: bool = False
-    engines: tuple[str, ...] = tuple(ENGINES)
-
-
-FAMILIES = {
-    kind: family
-    for kinds, family in {
-        "qwen3_next": Family(_gdn, "inputs"),
-        "qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text": Family(_gdn, "config", True),
-        "qwen4_exp qwen4_exp_text": Family(_gdn, "config", True),
-        "intern_s2_preview interns2_mobius interns2_mobius_text": Family(_gdn, "inputs", True),
-        "gigachat3_5": Family(_gdn, "inputs", engines=("sglang",)),
-        "olmo_hybrid": Family(_gdn, "inputs", engines=("vllm",)),
-        "kimi_linear kimi_k3": Family(_kimi, "fp32", True),
-        "glm5_next glm5_next_text": Family(_glm, "fp32", True),
-        "bailing_hybrid bailing_moe_v3_vl": Family(_ling, "fp32", True),
+READERS = {
+    kind: read
+    for kinds, read in {
+        "qwen3_next qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text": _gdn,
+        "qwen4_exp qwen4_exp_text intern_s2_preview interns2_mobius interns2_mobius_text": _gdn,
+        "gigachat3_5 olmo_hybrid": _gdn,
+        "kimi_linear kimi_k3": _kimi,
+        "glm5_next glm5_next_text": _glm,
+        "bailing_hybrid bailing_moe_v3_vl": _ling,
     }.items()
     for kind in kinds.split()
 }
@@ -224,7 +209,7 @@ class Model(NamedTuple):
     """The linear layers of a model on one rank."""
 
     kind: str
-    family: Family
+    served: releases.Served
     sizes: Sizes
     dtype: torch.dtype
     state_dtype: torch.dtype
@@ -390,11 +375,11 @@ def _gpu(asked: Asked, device: torch.device) -> tuple[Gpu | torch.device, str]:
 def _model(asked: Asked) -> Model:
     config, engine = read(asked.model), asked.engine
     kind = config["model_type"]
-    family = FAMILIES.get(kind)
-    if family is None or engine not in family.engines:
+    served = RELEASES[engine].models.get(kind)
+    if served is None:
         raise ValueError(f"gated_delta serves no model_type {kind!r} in {ENGINES[engine]}")
     config.place = f"config.json of a {kind}"
-    sizes = family.read(config)
+    sizes = READERS[kind](config)
     H, HV = sizes.H, sizes.HV
     if sizes.layers < 1:
         raise ValueError(f"expected linear layers in {config.place}, got {sizes.layers}")
@@ -406,9 +391,9 @@ def _model(asked: Asked) -> Model:
     if sizes.HV * sizes.K * sizes.V > MAX_STATE:
         raise ValueError(f"expected states of up to {MAX_STATE:,} numbers on a rank, got {sizes}")
     dtype = asked.dtype or _input_dtype(config)
-    states = asked.state_dtype or _state_dtype(engine, family, config, dtype)
+    states = asked.state_dtype or _state_dtype(engine, served, config, dtype)
     doubles_beta = config.get("linear_allow_neg_eigval", False)
-    return Model(kind, family, sizes, dtype, states, doubles_beta)
+    return Model(kind, served, sizes, dtype, states, doubles_beta)
 
 
 def _input_dtype(config: Config) -> torch.dtype:
@@ -425,17 +410,15 @@ def _dtype(value: str, name: str) -> torch.dtype:
     return dtype
 
 
-def _state_dtype(engine: str, family: Family, config: Config, dtype: torch.dtype) -> torch.dtype:
+def _state_dtype(
+    engine: str, served: releases.Served, config: Config, dtype: torch.dtype
+) -> torch.dtype:
     """The engine's default."""
-    named = config.get("mamba_ssm_dtype")
-    name = f"mamba_ssm_dtype in {config.place}"
-    if engine == "sglang":
-        if variable := os.environ.get(SGLANG_STATES):
-            return _dtype(variable, SGLANG_STATES)
-        return _dtype(named, name) if named and family.read is _gdn else torch.float32
-    if family.states == "config" and named:
-        return _dtype(named, name)
-    return torch.float32 if family.states == "fp32" else dtype
+    if engine == "sglang" and (variable := os.environ.get(SGLANG_STATES)):
+        return _dtype(variable, SGLANG_STATES)
+    if "config" in served.states and (named := config.get("mamba_ssm_dtype")):
+        return _dtype(named, f"mamba_ssm_dtype in {config.place}")
+    return torch.float32 if "fp32" in served.states else dtype
 
 
 def _release(engine: str) -> tuple[str, str]:
@@ -485,7 +468,7 @@ def _sglang(asked: Asked, model: Model) -> tuple[list[Mode], dict[str, int]]:
     if asked.ring and bound is None:  # SGLang's has the states' dtype
         ring = KVBuffer.empty(2, 1, **sizes)
         ring = replace(ring, u=ring.u.to(state))
-    norm = model.family.fuses_norm and model.kind != "kimi_k3" and V <= MAX_NORM
+    norm = model.served.fuses_norm and V <= MAX_NORM
     layer = Layer(family, H, HV, K, V, model.dtype, bound, norm)
     by_mode = layer.calls(state, True, scratch, T, ring, asked.tree)
     names = asked.modes or MODES["sglang"][: 3 if T else 2]
@@ -495,8 +478,8 @@ def _sglang(asked: Asked, model: Model) -> tuple[list[Mode], dict[str, int]]:
             mode.leave(f"ours needs {unfit or 'drafts: --drafts is 0'}")
         if mode.name == "decode" and (lacks := ring_lacks(ring)):
             mode.leave(f"ours needs {lacks}")
-        if mode.name == "decode" and model.kind == "kimi_k3" and HV == 12:
-            mode.leave("SGLang has a fused kernel for 12 heads a GPU")
+        if mode.name == "decode" and HV in model.served.own_decode:
+            mode.leave(f"SGLang has a fused kernel for {HV} heads a GPU")
     return modes, drafts
 
 
@@ -508,7 +491,7 @@ class _Layer(Recurrence):
         self.channels, self.sizes, self.num_spec = family == "KDA", (H, HV, V, K), drafts
         self.inputs, self.backend = model.dtype, "auto"
         fits = V <= MAX_NORM and (self.channels or model.dtype == torch.bfloat16)
-        self.fuses_norm = model.family.fuses_norm and fits
+        self.fuses_norm = model.served.fuses_norm and fits
         self.allow_neg_eigval, self.aligned = model.doubles_beta, True
         self.deterministic = os.environ.get("VLLM_BATCH_INVARIANT") == "1"
         self.A_log = torch.zeros(HV)

@@ -161,17 +161,14 @@ def check(_: None, backend: Any, runner: Any, *__: Any, **___: Any) -> None:
 
 
 def warn_of_forks() -> None:
-    """Warns of n-gram drafts of breadth 1 with more than 2 tokens.
-
-    They may fork from the third token on. The engine does not pass this on to its linear layers.
-    """
+    """Warns of n-gram drafts of breadth 1 that may fork. The engine does not pass this on to its linear layers."""
     from sglang.srt.runtime_context import get_spec
 
     spec = get_spec()
     if (
         spec.speculative_algorithm == "NGRAM"
         and spec.speculative_eagle_topk == 1
-        and spec.speculative_num_draft_tokens > 2
+        and spec.speculative_num_draft_tokens > process.RELEASE.plain_ngrams
     ):
         process.LOG.warning(
             "gated_delta: SGLang takes n-gram drafts of breadth 1, which may fork, for lines: "
