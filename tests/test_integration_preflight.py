@@ -47,6 +47,12 @@ LING = dict(
 )
 
 
+def test_each_served_model_has_a_reader():
+    served = {kind for release in preflight.RELEASES.values() for kind in release.models}
+    assert served == preflight.READERS.keys()
+    assert releases.VLLM["cpu"].models == releases.VLLM["cuda"].models
+
+
 @pytest.fixture(autouse=True)
 def _no_engine(monkeypatch):
     monkeypatch.setattr(releases, "installed", lambda engine: None)

@@ -161,7 +161,7 @@ def check(_: None, backend: Any, runner: Any, *__: Any, **___: Any) -> None:
 
 
 def warn_of_forks() -> None:
-    """Warns of n-gram drafts of breadth 1 that may fork. The engine does not pass this on to its linear layers."""
+    """Warns of n-gram drafts of breadth 1 that may fork: the engine's linear layers do not know."""
     from sglang.srt.runtime_context import get_spec
 
     spec = get_spec()
