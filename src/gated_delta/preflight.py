@@ -24,7 +24,6 @@ from .integrations.engine import card_check, load, releases
 from .integrations.sglang.kernels import ring_lacks
 from .integrations.sglang.process import drafts_need
 from .integrations.sglang.start import Layer
-from .integrations.vllm import unsupported
 from .integrations.vllm.calls import Recurrence, too_many
 from .ops.launch import MAX_NORM
 from .options import MAX_DIM, MAX_HEADS
@@ -426,13 +425,10 @@ def _release(engine: str) -> tuple[str, str]:
     version = releases.installed(engine)
     if version is None:
         return f"{ENGINES[engine]} is not installed here: its release was not checked", ""
-    if engine == "vllm":
-        refusal = unsupported(version, "cuda")
-    else:
-        refusal = releases.SGLANG.refusal(version)
-        refusal = refusal and f"expected SGLang {releases.SGLANG.version}, got {refusal}"
+    refusal = RELEASES[engine].refusal(version)
     served = "not served" if refusal else "served"
-    return f"{ENGINES[engine]} {version} is {served}", refusal or ""
+    reason = f"expected {ENGINES[engine]} {RELEASES[engine].version}, got {refusal}"
+    return f"{ENGINES[engine]} {version} is {served}", reason if refusal else ""
 
 
 def _look_for_kernels(mode: Mode, served: list[load.Call], gpu: Gpu | torch.device) -> None:

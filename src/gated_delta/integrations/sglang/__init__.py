@@ -102,9 +102,7 @@ def _after_resolve(backends: Any, *_: Any, **__: Any) -> Any:
         hooks: dict[str, Any] = {}
         if "decode" in modes:
             base = "sglang.srt.layers.attention.hybrid_linear_attn_backend.MambaAttnBackendBase"
-            hooks |= dict.fromkeys(
-                (f"{base}._forward_metadata", f"{base}._replay_metadata"), _mark_forced_folds
-            )
+            hooks |= {f"{base}.{x}_metadata": _mark_forced_folds for x in ("_forward", "_replay")}
         for layers in ("GDN", "KDA"):
             module = f"{_LINEAR}{layers.lower()}_backend.{layers}"
             hooks |= {
@@ -113,10 +111,8 @@ def _after_resolve(backends: Any, *_: Any, **__: Any) -> Any:
                 f"{module}AttnBackend.init_forward_metadata": _record_longest,
             }
         process.hook(hooks, "AFTER")
-    triton = LinearAttnKernelBackend.TRITON
-    return type(backends)(
-        **{mode: triton if mode in modes else getattr(backends, mode) for mode in process.FLAGS}
-    )
+    ours = dict.fromkeys(modes, LinearAttnKernelBackend.TRITON)
+    return type(backends)(**{x: ours.get(x, getattr(backends, x)) for x in process.FLAGS})
 
 
 def _mark_forced_folds(batch: Any, *_: Any, **__: Any) -> None:
@@ -130,11 +126,7 @@ def _fill_dispatcher(_: None, dispatcher: Any, *__: Any, **___: Any) -> None:
     from sglang.srt.runtime_context import get_exec
     from sglang.srt.utils.common import rank0_log
 
-    triton = (
-        dispatcher.triton_kernel
-        if hasattr(dispatcher, "triton_kernel")
-        else dispatcher.tree_verify_kernel
-    )
+    triton = getattr(dispatcher, "triton_kernel", None) or dispatcher.tree_verify_kernel
     ours, modes = kernel_class(type(triton))(), process.chosen()
     for mode in modes:
         setattr(dispatcher, _KERNELS[mode], ours)

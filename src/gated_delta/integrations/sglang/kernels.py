@@ -128,7 +128,7 @@ class Operations:
                 fused.applied = True
             return o.transpose(0, 1)
 
-        more = " and norm" * bool(norm) + " with ReplaySSM's ring" * bool(ring)
+        more = (" and norm" if norm else "") + (" with ReplaySSM's ring" if ring else "")
         return self._run("decode", ours, engine, missing, tokens, given, more)
 
     def extend(self, q: Tensor, k: Tensor, v: Tensor, g: Any, beta: Tensor, **given: Any) -> Any:
@@ -245,13 +245,8 @@ class Operations:
         """
         state, states = process.state, given["ssm_states"]
         backend = process.backend_for(tokens[0])
-        problem = (
-            self.layers,
-            mode,
-            states.dtype,
-            states.stride(0) % 8,
-            *((x.dtype, x.shape[-1]) for x in tokens),
-        )
+        of_tokens = ((x.dtype, x.shape[-1]) for x in tokens)
+        problem = self.layers, mode, states.dtype, states.stride(0) % 8, *of_tokens
         missing = state.left.get((self.layers, mode), missing)
         missing = missing or state.refused.get(problem, "")
         result = None

@@ -108,13 +108,10 @@ def supported() -> bool:
     version = importlib.metadata.version("sglang")
     reason = RELEASE.refusal(version)
     if reason:
-        LOG.error(
-            "gated_delta knows SGLang %s, not %s: the engine chooses its own kernels",
-            RELEASE.version,
-            reason,
-        )
+        knows = f"gated_delta knows SGLang {RELEASE.version}, not {reason}"
+        LOG.error(f"{knows}: the engine chooses its own kernels")
     elif not RELEASE.covers(version):
-        LOG.warning("gated_delta: %s", RELEASE.same_as(version))
+        LOG.warning(f"gated_delta: {RELEASE.same_as(version)}")
     return reason is None
 
 

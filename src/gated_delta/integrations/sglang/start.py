@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gated_delta.integrations.checks import gate_of
 from gated_delta.integrations.engine import card_check, load
 from gated_delta.integrations.sglang import cuts, graphs, kernels, norm, process
-from gated_delta.problem import Gate, GatedNorm, KVBuffer
+from gated_delta.problem import GatedNorm, KVBuffer
 
 
 class Layer(NamedTuple):
@@ -38,11 +39,7 @@ class Layer(NamedTuple):
             q=new(1, T, self.H, self.K), k=new(1, T, self.H, self.K), v=new(1, T, self.HV, self.V)
         )
         weights = new(self.HV, dtype=fp32), new(self.HV, *channels, dtype=fp32)
-        gate = (
-            Gate.softplus(*weights)
-            if self.lower_bound is None
-            else Gate.lower_bound(*weights, self.lower_bound)
-        )
+        gate = gate_of(*weights, self.lower_bound)
         g, beta = new(1, T, self.HV, *channels), new(1, T, self.HV)
         return qkv | dict(g=g, beta=beta, beta_logits=True, gate=gate)
 
@@ -136,12 +133,9 @@ def check(_: None, backend: Any, runner: Any, *__: Any, **___: Any) -> None:
             calls = by_mode[mode]
             refused = load.refused(calls) or card_check.failing(calls, process.LOG)
             if refused:
-                reasons = process.state.left[kind, mode] = "; ".join(refused.values())
+                why = process.state.left[kind, mode] = "; ".join(refused.values())
                 process.LOG.warning(
-                    "gated_delta leaves %s %s to the engine's kernel; ours needs %s",
-                    kind,
-                    mode,
-                    reasons,
+                    f"gated_delta leaves {kind} {mode} to the engine's kernel; ours needs {why}"
                 )
             else:
                 ours += calls
@@ -165,11 +159,8 @@ def warn_of_forks() -> None:
     from sglang.srt.runtime_context import get_spec
 
     spec = get_spec()
-    if (
-        spec.speculative_algorithm == "NGRAM"
-        and spec.speculative_eagle_topk == 1
-        and spec.speculative_num_draft_tokens > process.RELEASE.plain_ngrams
-    ):
+    lines = (spec.speculative_algorithm, spec.speculative_eagle_topk) == ("NGRAM", 1)
+    if lines and spec.speculative_num_draft_tokens > process.RELEASE.plain_ngrams:
         process.LOG.warning(
             "gated_delta: SGLang takes n-gram drafts of breadth 1, which may fork, for lines: "
             "its tokens may be wrong"

@@ -69,10 +69,9 @@ class Core(Recurrence, abstract.MambaBase):
         self.ring = kvbuffer.ring_tokens(vllm_config) if "prefill" not in left else 0
         self._refuse(start.missing(self, start.small_pool(self), left) | left)
         process.layers.add(self)
-        decode, prefill = process.routes(self)
-        routes = f"decode: {decode}; prefill: {prefill}"
+        where = "decode: {}; prefill: {}".format(*process.routes(self))
         process.logger().info_once(
-            f"gated_delta {__version__}, backend {BACKEND}, in {self.name}: {routes}"
+            f"gated_delta {__version__}, backend {BACKEND}, in {self.name}: {where}"
         )
         if self.buffered or self.ring:
             missing = kvbuffer.lacks(self, super().get_attn_backend(), vllm_config)
@@ -116,9 +115,9 @@ class Core(Recurrence, abstract.MambaBase):
         return ours and (not refused or super().get_prefill_checkpoint_alignment() is not None)
 
     def get_prefill_checkpoint_alignment(self) -> int | None:
-        return (
-            CHECKPOINT_INTERVAL if self._exports() else super().get_prefill_checkpoint_alignment()
-        )
+        if self._exports():
+            return CHECKPOINT_INTERVAL
+        return super().get_prefill_checkpoint_alignment()
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
         spec = super().get_kv_cache_spec(vllm_config)
@@ -204,10 +203,8 @@ class Core(Recurrence, abstract.MambaBase):
         if not drafts or not m.num_prefills + m.num_decodes:
             (self._drafts if drafts else self._others)(m, rows, out)
         else:
-            for run, index in (
-                (self._drafts, m.spec_token_indx),
-                (self._others, m.non_spec_token_indx),
-            ):
+            parts = (self._drafts, m.spec_token_indx), (self._others, m.non_spec_token_indx)
+            for run, index in parts:
                 part = out.new_empty(len(index), *out.shape[1:])
                 run(m, [x.index_select(0, index) for x in rows], part)
                 out.index_copy_(0, index, part)

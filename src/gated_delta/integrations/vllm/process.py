@@ -25,11 +25,8 @@ def in_order() -> list[Any]:
 
 def routes(layer: Any) -> tuple[str, str]:
     """Where its decode and its prefill run: "gated_delta", or "vLLM: " and the reason."""
-    decode, prefill = (
-        f"vLLM: {layer.refused[op]}" if op in layer.refused else "gated_delta"
-        for op in ("decode", "prefill")
-    )
-    return decode, prefill
+    given = {op: f"vLLM: {reason}" for op, reason in layer.refused.items()}
+    return given.get("decode", "gated_delta"), given.get("prefill", "gated_delta")
 
 
 def norm_on(norm: Any, device: torch.device) -> Any:
