@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from gated_delta import bench, reference
+from gated_delta.replaced import replaced
 from gated_delta.testing.inputs import make
 
 CPU = torch.device("cpu")
@@ -24,6 +25,15 @@ def short(monkeypatch):
     """Few single calls."""
     monkeypatch.setattr(bench, "TURN", 0.0)
     monkeypatch.setattr(bench, "HOST_CALLS", 2)
+
+
+def test_an_attribute_is_restored_after_an_error():
+    owner = SimpleNamespace(x=1)
+    with pytest.raises(RuntimeError, match="2"), replaced(owner, "x", 2):
+        raise RuntimeError(owner.x)
+    with pytest.raises(KeyError), replaced(owner, "y", 2):
+        pass
+    assert vars(owner) == dict(x=1)
 
 
 # ---------------------------------------------------------------- clock

@@ -2,8 +2,10 @@
 
 import ast
 import functools
+import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -93,7 +95,8 @@ def test_a_circle_of_imports_is_noticed():
         ("compile", "ops dispatch api reference"),
         ("ops", "dispatch api"),
         ("dispatch", "api"),
-        ("api", "integrations testing cli bench"),
+        ("api", "integrations testing preflight cli bench"),
+        ("integrations", "preflight cli"),
     ],
 )
 def test_a_floor_imports_no_floor_above_it(low, high):
@@ -103,6 +106,29 @@ def test_a_floor_imports_no_floor_above_it(low, high):
     graph = imports()
     for name in (x for x in graph if is_in(x, low)):
         assert not [x for x in reached(name, graph) if is_in(x, high)], name
+
+
+@pytest.mark.parametrize("folder", ["kernels", "integrations"])
+def test_a_folder_has_at_most_12_files(folder):
+    files = (SOURCES / "gated_delta" / folder).rglob("*.py")
+    folders = Counter(file.parent for file in files if file.name != "__init__.py")
+    assert len(folders) > 3
+    assert not {x: n for x, n in folders.items() if n > 12}
+
+
+def test_no_plug_in_imports_the_other():
+    graph, plug_ins = imports(), "gated_delta.integrations.{}".format
+    for ours, others in (("sglang", "vllm"), ("vllm", "sglang")):
+        modules = [name for name in graph if name.startswith(plug_ins(ours))]
+        assert len(modules) > 6
+        for name in modules:
+            assert not [x for x in reached(name, graph) if x.startswith(plug_ins(others))], name
+
+
+def test_no_module_imports_a_package_of_tests():
+    files = [*SOURCES.rglob("*.py")]
+    modules = re.compile(r"^\s*(from|import) (unittest|pytest)\b", re.MULTILINE)
+    assert not [file for file in files if modules.search(file.read_text())]
 
 
 def test_only_compiling_imports_a_compiler():

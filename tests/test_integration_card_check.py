@@ -12,8 +12,11 @@ import torch
 
 from gated_delta import Gate, KVBuffer, compile, dispatch, explain, reference
 from gated_delta.gpus import GPUS, Card
-from gated_delta.integrations import card_check, sglang_common, sglang_kernels, sglang_start
-from gated_delta.integrations.card_check import Verdict
+from gated_delta.integrations.engine import card_check
+from gated_delta.integrations.engine.card_check import Verdict
+from gated_delta.integrations.sglang import kernels as sglang_kernels
+from gated_delta.integrations.sglang import process as sglang_process
+from gated_delta.integrations.sglang import start as sglang_start
 from gated_delta.ops import OPERATIONS
 from gated_delta.problem import Problem
 from gated_delta.testing import cases_like, run_case
@@ -277,11 +280,11 @@ def test_wrong_results_are_named_with_their_error(monkeypatch):
 
 
 def test_sglang_leaves_a_failing_mode_to_its_kernel(monkeypatch, caplog):
-    monkeypatch.setattr(sglang_common, "process", sglang_common.Process())
-    monkeypatch.setattr(sglang_common, "chosen", lambda: {"decode", "prefill"})
+    monkeypatch.setattr(sglang_process, "state", sglang_process.State())
+    monkeypatch.setattr(sglang_process, "chosen", lambda: {"decode", "prefill"})
     monkeypatch.setattr(sglang_start, "warn_of_forks", lambda: None)
     loaded = []
-    monkeypatch.setattr(sglang_start.start, "load", lambda calls, device: loaded.append(calls))
+    monkeypatch.setattr(sglang_start.load, "load", lambda calls, device: loaded.append(calls))
     monkeypatch.setattr(
         card_check,
         "failing",
@@ -312,9 +315,9 @@ def test_sglang_leaves_a_failing_mode_to_its_kernel(monkeypatch, caplog):
         dtype=BF16,
         req_to_token_pool=SimpleNamespace(mamba2_layer_cache=lambda layer_id: caches),
     )
-    monkeypatch.setattr(sglang_start.sglang_kernels, "skip_preparation", lambda backend: None)
+    monkeypatch.setattr(sglang_start.kernels, "skip_preparation", lambda backend: None)
     sglang_start.check(None, type("GDNAttnBackend", (), {})(), runner)
-    assert sglang_common.process.left == {("GDN", "decode"): "a check that passes"}
+    assert sglang_process.state.left == {("GDN", "decode"): "a check that passes"}
     assert [[op for op, _ in given] for given in loaded] == [["prefill"]]
     (line,) = caplog.messages
     assert line == (
@@ -323,7 +326,7 @@ def test_sglang_leaves_a_failing_mode_to_its_kernel(monkeypatch, caplog):
 
 
 def test_sglang_runs_its_kernel_for_a_failing_mode(monkeypatch):
-    monkeypatch.setattr(sglang_common, "process", process := sglang_common.Process())
+    monkeypatch.setattr(sglang_process, "state", process := sglang_process.State())
     engine = type("TritonGDNKernel", (), dict(extend=lambda *_, **__: "the engine's"))
     kernel = sglang_kernels.kernel_class(engine)()
     x, one = torch.randn(1, 4, 2, 8), torch.ones(2)
@@ -333,8 +336,9 @@ def test_sglang_runs_its_kernel_for_a_failing_mode(monkeypatch):
     assert kernel.extend(x, x, x, gate, gate.a, **given) != "the engine's"
     process.left["GDN", "prefill"] = "a check that passes"
     assert kernel.extend(x, x, x, gate, gate.a, **given) == "the engine's"
-    assert process.report()[1:] == [
-        "GDN prefill on the engine's own kernel (ours needs a check that passes): 1 calls"
+    reason = 'ours=1 engine_own=1 reason="a check that passes"'
+    assert process.calls.lines() == [
+        f"gated_delta health op=prefill family=gdn engine=sglang {reason}"
     ]
 
 
@@ -351,7 +355,7 @@ def test_vllm_keeps_a_failing_operation(monkeypatch):
         module = ModuleType(name)
         vars(module).update(values)
         monkeypatch.setitem(sys.modules, name, module)
-    module = "gated_delta.integrations.vllm_start"
+    module = "gated_delta.integrations.vllm.start"
     monkeypatch.delitem(sys.modules, module, raising=False)
     vllm_start = importlib.import_module(module)
     monkeypatch.delitem(sys.modules, module)
@@ -363,7 +367,7 @@ def test_vllm_keeps_a_failing_operation(monkeypatch):
 
     monkeypatch.setattr(card_check, "failing", failing)
     layer = SimpleNamespace(calls=lambda pool, tokens: calls("prefill", "decode", "verify"))
-    monkeypatch.setattr(vllm_start.start, "refused", lambda calls: dict(verify="another dtype"))
+    monkeypatch.setattr(vllm_start.load, "refused", lambda calls: dict(verify="another dtype"))
     missing = vllm_start.missing(layer, None, left={"prefill"})
     assert missing == dict(decode="a check that passes", verify="another dtype")
     assert checked == ["decode"]

@@ -13,17 +13,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from gated_delta import cli, compile, reference, testing
+from gated_delta import cli, compile, preflight, reference, testing
 from gated_delta.cli import app
 from gated_delta.gpus import GPUS, PRODUCTS, product
-from gated_delta.integrations import (
-    card_check,
-    preflight,
-    releases,
-    sglang_common,
-    sglang_kvbuffer,
-)
-from gated_delta.integrations.preflight import Asked, Sizes
+from gated_delta.integrations.engine import card_check, releases
+from gated_delta.integrations.sglang import kvbuffer as sglang_kvbuffer
+from gated_delta.integrations.sglang import process as sglang_process
+from gated_delta.preflight import Asked, Sizes
 from gpu import needs_compiler, pretend
 
 CPU, BF16, FP32 = torch.device("cpu"), torch.bfloat16, torch.float32
@@ -49,6 +45,12 @@ LING = dict(
     kda_safe_gate=True,
     kda_lower_bound=-4.0,
 )
+
+
+def test_each_served_model_has_a_reader():
+    served = {kind for release in preflight.RELEASES.values() for kind in release.models}
+    assert served == preflight.READERS.keys()
+    assert releases.VLLM["cpu"].models == releases.VLLM["cuda"].models
 
 
 @pytest.fixture(autouse=True)
@@ -226,7 +228,7 @@ def test_decode_in_vllms_ring(plan, monkeypatch):
 
 def test_memory_of_drafts_is_what_the_plug_in_logs(plan, monkeypatch, caplog):
     """At 8 requests; the engine has a row more."""
-    caplog.set_level(logging.INFO, sglang_common.LOG.name)
+    caplog.set_level(logging.INFO, sglang_process.LOG.name)
     drafts = plan("sglang", NEXT, tp=2, drafts=4, requests=8).drafts
     sizes = dict(T=4, H=2, HV=4, K=64, V=128, gate="head", num_layers=6, device="meta")
     monkeypatch.setattr(sglang_kvbuffer, "sizes", lambda configurator: sizes)

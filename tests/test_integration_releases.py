@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from gated_delta.integrations import releases
+from gated_delta.integrations.engine import releases
 
 FILE = "layers/core.py"
 TEXT = '''

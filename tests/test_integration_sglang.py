@@ -12,8 +12,11 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from gated_delta.integrations import checks, sglang_common, sglang_graphs, sglang_kernels
+from gated_delta.integrations import checks
 from gated_delta.integrations import sglang as plugin
+from gated_delta.integrations.sglang import graphs as sglang_graphs
+from gated_delta.integrations.sglang import kernels as sglang_kernels
+from gated_delta.integrations.sglang import process as sglang_process
 
 ROOT = Path(__file__).parents[1]
 
@@ -21,8 +24,8 @@ ROOT = Path(__file__).parents[1]
 @pytest.fixture
 def process(monkeypatch):
     """The plug-in's state, as in a new process."""
-    monkeypatch.setattr(sglang_common, "process", sglang_common.Process())
-    return sglang_common.process
+    monkeypatch.setattr(sglang_process, "state", sglang_process.State())
+    return sglang_process.state
 
 
 def test_importing_the_plug_in_imports_no_engine():
@@ -31,12 +34,11 @@ def test_importing_the_plug_in_imports_no_engine():
         "import sys, gated_delta.integrations.sglang as plugin; "
         "print('sglang' in sys.modules, plugin.report())"
     )
-    directory = Path(plugin.__file__).parent
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
     )
     assert result.stdout.split() == ["False", "[]"]
-    assert "from __future__" in (directory / "sglang.py").read_text()
+    assert "from __future__" in Path(plugin.__file__).read_text()
 
 
 def test_the_entry_point_exists():
@@ -154,16 +156,16 @@ def test_a_batch_without_bounds_is_skipped(process):
 def test_prefills_are_deterministic_as_the_engine_says(process, monkeypatch):
     bounds = bounds_of([5, 9])
     assert extend(bounds, monkeypatch) == (None, False)
-    sglang_common.process.deterministic = True
+    sglang_process.state.deterministic = True
     assert extend(bounds, monkeypatch) == (None, True)
 
 
-# ---------------------------------------------------------------------------------------- health
+# ---------------------------------------------------------------------------------------- report
 
 
-def test_health_counts_both_routes(process, monkeypatch, caplog):
+def test_the_report_counts_both_routes(process, monkeypatch, caplog):
     """The log has a line at 1, 10, ... calls of a route; its values parse as in a shell."""
-    caplog.set_level(logging.INFO, sglang_common.LOG.name)
+    caplog.set_level(logging.INFO, sglang_process.LOG.name)
     process.left["GDN", "prefill"] = 'a "check" that passes'
     kernel = sglang_kernels.kernel_class(type("TritonGDNKernel", (), {}))()
     states = dict(ssm_states=torch.zeros(1, 1, 1, 1))
@@ -179,7 +181,7 @@ def test_health_counts_both_routes(process, monkeypatch, caplog):
         dict(op="decode", ours=n, engine_own="0", reason="", **common) for n in ("1", "10")
     ]
     assert values == expected
-    assert plugin.health() == [
+    assert plugin.report() == [
         lines[0].replace("engine_own=1", "engine_own=3"),
         lines[-1].replace("ours=10", "ours=12"),
     ]
@@ -195,7 +197,7 @@ class Bucket(NamedTuple):
 @pytest.fixture
 def tables_of(monkeypatch):
     """(bucket, prompts) -> the tables of its graph, by a backend whose engine allocates them."""
-    monkeypatch.setattr(sglang_common, "hook", lambda *_: None)
+    monkeypatch.setattr(sglang_process, "hook", lambda *_: None)
 
     def allocate(batch):
         room = min(backend.prefill_graph_max_seqs, batch.extend_num_tokens)

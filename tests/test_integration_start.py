@@ -1,16 +1,12 @@
 """Checks of the engines' plug-ins at the start; tests/engines run whole engines."""
 
-import ast
-import graphlib
-from pathlib import Path
-
 import pytest
 import torch
 
 from gated_delta import Gate, KVBuffer, UnsupportedProblem, api, compile, dispatch
 from gated_delta.gpus import GPUS, H200
-from gated_delta.integrations import start
-from gated_delta.integrations.sglang_start import Layer
+from gated_delta.integrations.engine import load
+from gated_delta.integrations.sglang.start import Layer
 
 CPU = torch.device("cpu")
 
@@ -36,31 +32,31 @@ def decode(**changes):
 
 def test_where_none_of_our_kernels_run_none_are_loaded(monkeypatch):
     monkeypatch.setattr(compile, "load", lambda *_: pytest.fail("loaded"))
-    start.load([decode()], CPU)
+    load.load([decode()], CPU)
 
 
 def test_kernels_of_every_batch_size_are_loaded_once(monkeypatch):
     loaded = []
-    monkeypatch.setattr(start, "gpu_of", lambda device: H200)
+    monkeypatch.setattr(load, "gpu_of", lambda device: H200)
     monkeypatch.setattr(compile, "load", lambda *key: loaded.append(key))
-    start.load([decode(), decode()], CPU)
+    load.load([decode(), decode()], CPU)
     assert len(loaded) == len(set(loaded)) > 1
     assert {(variant.kernel, gpu) for variant, gpu in loaded} == {("decode", H200)}
 
 
 def test_all_missing_kernels_are_named(monkeypatch, tmp_path):
     """Where one of several is there, as in a pack for other engines."""
-    monkeypatch.setattr(start, "gpu_of", lambda device: H200)
+    monkeypatch.setattr(load, "gpu_of", lambda device: H200)
     monkeypatch.setenv("GATED_DELTA_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("GATED_DELTA_JIT", "0")
-    load, present = compile.load, []
+    load_one, present = compile.load, []
     monkeypatch.setattr(
         compile,
         "load",
-        lambda variant, *x: load(variant, *x) if present else present.append(variant),
+        lambda variant, *x: load_one(variant, *x) if present else present.append(variant),
     )
     with pytest.raises(UnsupportedProblem) as raised:
-        start.load([decode()], CPU)
+        load.load([decode()], CPU)
     lines = str(raised.value).splitlines()
     assert (
         f"{len(lines) - 1} of the {len(lines)} kernels that this engine needs are missing: "
@@ -72,21 +68,21 @@ def test_all_missing_kernels_are_named(monkeypatch, tmp_path):
 
 
 def test_what_the_operations_refuse_is_said_of_each():
-    refused = start.refused(
+    refused = load.refused(
         [decode(backend="cute"), decode(state=torch.zeros(3, 2, 64, 64, dtype=torch.float64))]
     )
     assert list(refused) == ["decode"]
     assert refused["decode"].startswith("state: expected dtype")
-    assert start.refused([decode(backend="cute")]) == dict(
+    assert load.refused([decode(backend="cute")]) == dict(
         decode="tensors on a CUDA device, got cpu"
     )
-    assert start.refused([decode()]) == {}
+    assert load.refused([decode()]) == {}
 
 
 def test_a_switch_with_another_value_is_no_refusal(monkeypatch):
     monkeypatch.setenv("GATED_DELTA_JIT", "2")
     with pytest.raises(ValueError, match="GATED_DELTA_JIT: expected 0 or 1, got '2'"):
-        start.refused([decode()])
+        load.refused([decode()])
 
 
 @pytest.mark.parametrize("kind", ["GDN", "KDA"])
@@ -109,7 +105,7 @@ def test_calls_of_a_layer_of_sglang(kind, scratch):
         "states": ["decode"],
         "buffer": ["verify", "flush"],
     }[scratch]
-    assert start.refused([call for calls in by_mode.values() for call in calls]) == {}
+    assert load.refused([call for calls in by_mode.values() for call in calls]) == {}
 
 
 @pytest.mark.parametrize("states", ["fp32", "as the inputs"])
@@ -161,29 +157,3 @@ def test_kernels_of_no_pack_need_a_run_with_the_compiler():
     op, arguments = decode(qk_l2norm=False)
     variants = dispatch.variants_of(api.explain(op, **arguments).problem)
     assert dispatch.how_to_build(variants, H200).startswith("a run without GATED_DELTA_JIT=0")
-
-
-PACKAGE = "gated_delta.integrations"
-
-
-def imported(file):
-    """Modules of integrations/ that a file imports, in functions and by import_module too."""
-    names = set()
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.ImportFrom):
-            module = (f"{PACKAGE}." if node.level == 1 else "") + (node.module or "")
-            names |= {module} | {f"{module.rstrip('.')}.{alias.name}" for alias in node.names}
-        elif isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func):
-            names |= {
-                argument.value for argument in node.args if isinstance(argument, ast.Constant)
-            }
-    return {name.removeprefix(f"{PACKAGE}.") for name in names if name.startswith(f"{PACKAGE}.")}
-
-
-def test_imports_go_one_way():
-    files = {file.stem: file for file in Path(start.__file__).parent.glob("[!_]*.py")}
-    graph = {name: imported(file) & files.keys() - {name} for name, file in files.items()}
-    assert graph["sglang"] >= {"sglang_common", "sglang_kernels", "sglang_start"}
-    assert graph["vllm"] >= {"vllm_common", "vllm_layers"}
-    order = [*graphlib.TopologicalSorter(graph).static_order()]  # raises for a circle
-    assert order.index("sglang_common") < order.index("sglang_start") < order.index("sglang")

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from gated_delta.integrations import releases, vllm_common
 from gated_delta.integrations import vllm as plugin
+from gated_delta.integrations.engine import releases
+from gated_delta.integrations.engine.calls import Calls
+from gated_delta.integrations.vllm import process as vllm_process
 
 
 class Engine(SimpleNamespace):
@@ -42,12 +44,12 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
         "vllm.model_executor.custom_op": dict(
             op_registry_oot=engine.registry, PluggableLayer=layer
         ),
-        "gated_delta.integrations.vllm_layers": {
+        "gated_delta.integrations.vllm.layers": {
             name: type(name, (), {}) for name in plugin.LAYERS.values()
         }
         | dict(
             replace_later=lambda: engine.later.append(True),
-            vllm_cuts=SimpleNamespace(align=lambda: engine.aligned.append(True)),
+            cuts=SimpleNamespace(align=lambda: engine.aligned.append(True)),
         ),
     }
     for name, values in contents.items():
@@ -143,21 +145,28 @@ class Layer:
     name = "QwenGatedDeltaNetAttention"
 
     def __init__(self, prefix: str, **refused: str):
-        self.prefix, self.tally = prefix, vllm_common.Tally(refused)
-        vllm_common.layers.add(self)
+        self.prefix, self.refused = prefix, refused
+        vllm_process.layers.add(self)
 
 
-def test_report() -> None:
+def test_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+    monkeypatch.setattr(vllm_process, "calls", calls := Calls("vllm", log.append))
     tenth = Layer("model.layers.10.linear_attn")
     ninth = Layer("model.layers.9.linear_attn", prefill="K=96")
-    tenth.tally.calls.update(decode=2, prefill=1)
+    for op in ("decode", "decode", "prefill"):
+        calls.count("GDN", op, tenth.prefix)
+    calls.count("GDN", "prefill", ninth.prefix, "K=96")
     first, second = plugin.report()
-    assert first == (ninth.prefix, ninth.name, "gated_delta", "vLLM: K=96", {})
-    line = f"{ninth.prefix} ({ninth.name}): decode: gated_delta; prefill: vLLM: K=96; calls: none"
-    assert str(first) == line
-    calls = dict(decode=2, prefill=1)
-    assert second == (tenth.prefix, tenth.name, "gated_delta", "gated_delta", calls)
-    assert str(second).endswith("calls: decode 2, prefill 1")
+    assert first == (ninth.prefix, ninth.name, "gated_delta", "vLLM: K=96", {}, dict(prefill=1))
+    routes = "decode: gated_delta; prefill: vLLM: K=96; calls: none; vLLM's own: prefill 1"
+    assert str(first) == f"{ninth.prefix} ({ninth.name}): {routes}"
+    ours = dict(decode=2, prefill=1)
+    assert second == (tenth.prefix, tenth.name, "gated_delta", "gated_delta", ours, {})
+    assert str(second).endswith("calls: decode 2, prefill 1; vLLM's own: none")
+    prefills = 'op=prefill family=gdn engine=vllm ours=1 engine_own=1 reason="K=96"'
+    assert log[-1] == f"gated_delta health {prefills}"
+    assert [line.split()[5] for line in log] == ["ours=1"] * 3
     del tenth, ninth
     gc.collect()
     assert plugin.report() == []  # the layers end with the engine
@@ -165,6 +174,6 @@ def test_report() -> None:
 
 def test_the_norm_on_a_gpu_is_its_kernel() -> None:
     norm = SimpleNamespace(forward_cuda=object())
-    assert vllm_common.norm_on(norm, torch.device("cuda")) is norm.forward_cuda
-    assert vllm_common.norm_on(norm, torch.device("cpu")) is norm
-    assert vllm_common.norm_on(norm := SimpleNamespace(), torch.device("cuda")) is norm
+    assert vllm_process.norm_on(norm, torch.device("cuda")) is norm.forward_cuda
+    assert vllm_process.norm_on(norm, torch.device("cpu")) is norm
+    assert vllm_process.norm_on(norm := SimpleNamespace(), torch.device("cuda")) is norm

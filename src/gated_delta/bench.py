@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import torch
 from rich.table import Table
@@ -23,6 +22,7 @@ from torch import Tensor
 from . import api, reference
 from .gpus import card_of
 from .problem import KVBuffer
+from .replaced import replaced
 from .results import make_table
 from .testing import run_case
 from .testing.cases import Case
@@ -165,9 +165,7 @@ def _host_us(call: Call, backend: str, device: torch.device, compiled: bool) -> 
     def runner(_x: Any) -> Any:
         return api._node if compiled else api.run
 
-    # Plain functions: a Mock would add its own time.
-    patch = mock.patch.object
-    with patch(reference, call.case.op, nothing), patch(api, "_runner", runner):
+    with replaced(reference, call.case.op, nothing), replaced(api, "_runner", runner):
         run(call, backend)
         return host_us(lambda: run(call, backend), device)
 

@@ -81,7 +81,7 @@ from .results import (
 )
 
 if TYPE_CHECKING:
-    from .integrations.preflight import Plan
+    from .preflight import Plan
     from .testing import Case
 
 
@@ -418,7 +418,7 @@ def check(
     unused, how = (ENGINE_OPTIONS, "with") if engine is None else (LIST_OPTIONS, "without")
     _refuse_given(context, unused, f"expected only {how} --engine")
     if engine is not None:
-        from .integrations import preflight
+        from . import preflight
 
         if backend is Backend.reference:
             expected = "expected auto or cute with --engine, got reference: plug-ins run kernels"

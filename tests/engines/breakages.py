@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from typing import Any
 
-from gated_delta.integrations import releases
+from gated_delta.integrations.engine import releases
 
 
 def each(release: releases.Release, monkeypatch: Any) -> Iterator[str]:

@@ -17,6 +17,11 @@ import torch
 import torch.nn.functional as F
 
 
+def routes(calls):
+    """The plug-in's calls by route, as in "GDN decode on backend reference"."""
+    return {route: n for counts in calls.counts.values() for route, n in counts.items()}
+
+
 class Missing:
     """An importable name of sgl_kernel. A call raises."""
 

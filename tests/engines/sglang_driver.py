@@ -4,7 +4,6 @@ Prints RESULT and, as JSON, each round's tokens and each prompt's tokens in the 
 process of the engine imports this file before anything else, so its top level runs in each.
 """
 
-import collections
 import json
 import os
 
@@ -17,17 +16,19 @@ if "amx" in case:  # as on such a CPU; sglang_cpu hides it
 sglang_cpu.install()
 
 from gated_delta import api, dispatch, gpus, ops
-from gated_delta.integrations import sglang_common as common
-from gated_delta.integrations import start
+from gated_delta.integrations.engine import load as start
+from gated_delta.integrations.engine.calls import Calls
+from gated_delta.integrations.sglang import process
 
 
-class Calls(collections.Counter):
-    """The plug-in's counts; this process also writes them to a file."""
+class Written(Calls):
+    """The plug-in's counts; this process also writes those of all routes to a file."""
 
-    def __setitem__(self, route, calls):
-        super().__setitem__(route, calls)
+    def count(self, *call):
+        calls = super().count(*call)
         with open(os.path.join(case["reports"], str(os.getpid())), "w") as file:
-            json.dump(self, file)
+            json.dump(sglang_cpu.routes(self), file)
+        return calls
 
 
 def record(kernels):
@@ -67,13 +68,13 @@ if case["engine"].get("enable_deterministic_inference"):
     ModelRunner.maybe_enable_batch_invariant_mode = lambda self: None
     choices.add_deterministic_attention_backend_choices(["torch_native"])
     choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
-common.process.calls = Calls()
+process.state.calls = Written("sglang", process.LOG.info)
 if "kernels" in case:
     record(case["kernels"])
 if "on_gpu" in case:
     start.gpu_of = lambda device: gpus.H200
 if "backend" in case:
-    common.backend_for = lambda x: case["backend"]
+    process.backend_for = lambda x: case["backend"]
 
 
 def main():

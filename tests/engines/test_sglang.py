@@ -45,11 +45,15 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_utils import commit_mamba_states_after_verify
 
 import gated_delta
+from gated_delta import preflight
 from gated_delta.gpus import H200
-from gated_delta.integrations import preflight, sglang_cuts, sglang_kernels, sglang_start, start
 from gated_delta.integrations import sglang as plugin
-from gated_delta.integrations import sglang_common as common
-from gated_delta.integrations import sglang_kvbuffer as kvbuffer
+from gated_delta.integrations.engine import load
+from gated_delta.integrations.sglang import cuts as sglang_cuts
+from gated_delta.integrations.sglang import kernels as sglang_kernels
+from gated_delta.integrations.sglang import kvbuffer as kvbuffer
+from gated_delta.integrations.sglang import process
+from gated_delta.integrations.sglang import start as sglang_start
 from gated_delta.problem import KVBuffer, UnsupportedProblem
 
 load_plugins()  # as each of the engine's processes does
@@ -62,8 +66,8 @@ POISON = float("nan")
 def _counts_of_its_own():
     """And torch fills new memory with NaN."""
     torch.set_num_threads(1)
-    common.process.calls.clear()
-    common.process.refused.clear()
+    process.state.calls.counts.clear()
+    process.state.refused.clear()
     torch.use_deterministic_algorithms(True, warn_only=True)
     assert torch.empty(1).isnan()
     with torch.inference_mode():
@@ -186,8 +190,8 @@ def near(x, truth, unit=2e-4):
 
 def ran(*routes):
     """Asserts that these routes ran, and no others: a layer's kind, its mode and the backend."""
-    assert set(common.process.calls) == set(routes)
-    assert [line.rpartition(":")[0] for line in plugin.report()] == list(common.process.calls)
+    assert set(sglang_cpu.routes(process.state.calls)) == set(routes)
+    assert len(plugin.report()) == len({tuple(route.split()[:2]) for route in routes})
 
 
 LAYERS = pytest.mark.parametrize(("layers", "bound"), [("GDN", None), ("KDA", None), ("KDA", -5.0)])
@@ -394,13 +398,13 @@ class Configurator:
 
 
 def under(**flags):
-    settings = dict(linear_attn_backend="triton", **dict.fromkeys(common.FLAGS.values())) | flags
+    settings = dict(linear_attn_backend="triton", **dict.fromkeys(process.FLAGS.values())) | flags
     return get_context().override_server_args(**settings)
 
 
 def speculating(drafts=4, topk=1, **flags):
     return under(
-        linear_attn_verify_backend=common.NAME,
+        linear_attn_verify_backend=process.NAME,
         speculative_num_draft_tokens=drafts,
         speculative_eagle_topk=topk,
         **flags,
@@ -489,7 +493,7 @@ def test_drafts_in_a_kvbuffer_are_committed(layers, bound, tracked, request_rows
 
 def test_a_dummy_run_of_trees_has_no_parents(monkeypatch):
     """It runs the kernel of trees all the same, as the start loads no other."""
-    monkeypatch.setattr(common.process, "trees", True)
+    monkeypatch.setattr(process.state, "trees", True)
     x, parents, verify = Given("GDN", [3, 3], [2, 1]), [], sglang_kernels.api.verify
     monkeypatch.setattr(
         sglang_kernels.api,
@@ -523,7 +527,7 @@ def test_the_pool_keeps_its_scratch_without_a_kvbuffer(monkeypatch, caplog):
     with speculating():
         assert kvbuffer.sizes(configurator)["T"] == 6
     monkeypatch.undo()
-    monkeypatch.setattr(common, "backend_for", lambda x: "cute")
+    monkeypatch.setattr(process, "backend_for", lambda x: "cute")
     requests = SimpleNamespace(mamba_pool=configurator.pool(4))
     with speculating():
         kvbuffer._replace(requests, configurator)
@@ -590,7 +594,8 @@ def test_drafts_that_the_engine_verifies_itself(layers, change, reason):
     assert ours.target_verify(**given) == "target_verify"
     assert calls[0][1].keys() == given.keys()
     (line,) = plugin.report()
-    assert line.startswith(f"{layers} verify on the engine's own kernel (ours needs ")
+    own = f"op=verify family={layers.lower()} engine=sglang ours=0 engine_own=1 reason="
+    assert line.startswith(f"gated_delta health {own}")
     assert reason in line
 
 
@@ -638,7 +643,7 @@ def test_rings_and_scoring_stay_the_engines():
 @pytest.mark.parametrize("layers", ENGINES)
 def test_what_our_kernels_refuse_runs_on_the_engines(layers, monkeypatch):
     """Our GPU kernels refuse CPU tensors: a refusal like any other."""
-    monkeypatch.setattr(common, "backend_for", lambda x: "cute")
+    monkeypatch.setattr(process, "backend_for", lambda x: "cute")
     x, (ours, calls) = Given(layers, [1, 1], [1, 2]), recorded(layers)
     before = x.pool.clone()
     for _ in range(2):
@@ -646,10 +651,9 @@ def test_what_our_kernels_refuse_runs_on_the_engines(layers, monkeypatch):
     assert len(calls) == 2
     assert torch.equal(x.pool, before)
     (line,) = plugin.report()
-    assert line.startswith(
-        f"{layers} decode on the engine's own kernel (ours needs tensors on a CUDA device, got cpu"
-    )
-    assert line.endswith(": 2 calls")
+    own = f"op=decode family={layers.lower()} engine=sglang ours=0 engine_own=2"
+    reason = 'reason="tensors on a CUDA device, got cpu'
+    assert line.startswith(f"gated_delta health {own} {reason}")
 
 
 @pytest.mark.parametrize("layers", ENGINES)
@@ -674,7 +678,7 @@ def test_tracked_states_of_the_engines_own_kernel(monkeypatch):
     """It returns every chunk's state, ours the tracked ones: track_state is the same."""
     result = []
     for backend in ("reference", "cute"):
-        monkeypatch.setattr(common, "backend_for", lambda x, backend=backend: backend)
+        monkeypatch.setattr(process, "backend_for", lambda x, backend=backend: backend)
         x = Given("GDN", [70, 130, 64, 5], [3, 5, 1, 2])
         track = torch.zeros(4, HV, D, D)
         tracked = dict(
@@ -682,10 +686,8 @@ def test_tracked_states_of_the_engines_own_kernel(monkeypatch):
         )
         o = kernel("GDN").extend(*x.prompt()[0], **x.where(), **tracked)[0]
         result.append((o, x.pool, track[[0, 1, 3]]))
-    assert [("engine" in line, line.count("reference")) for line in plugin.report()] == [
-        (False, 1),
-        (True, 0),
-    ]
+    (line,) = plugin.report()
+    assert "ours=1 engine_own=1" in line
     for ours, engines in zip(*result):
         near(ours, engines.double())
 
@@ -705,7 +707,7 @@ def dispatchers(**flags):
         target = f"{one.__module__}.{one.__qualname__}.__init__"
         HookRegistry._patched.discard(target)
         HookRegistry._hooks.pop(target, None)
-    settings = dict(linear_attn_backend="triton", **dict.fromkeys(common.FLAGS.values())) | flags
+    settings = dict(linear_attn_backend="triton", **dict.fromkeys(process.FLAGS.values())) | flags
     with get_context().override_server_args(**settings):
         backends = utils.resolve_linear_attn_backends()
         result = [
@@ -729,12 +731,12 @@ def test_the_flags_know_the_name():
     import argparse
 
     plugin.register()  # a second call does nothing
-    assert LINEAR_ATTN_KERNEL_BACKEND_CHOICES.count(common.NAME) == 1
+    assert LINEAR_ATTN_KERNEL_BACKEND_CHOICES.count(process.NAME) == 1
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)
-    for flag in common.FLAGS.values():
+    for flag in process.FLAGS.values():
         (action,) = [one for one in parser._actions if one.dest == flag]
-        assert action.choices.count(common.NAME) == 1
+        assert action.choices.count(process.NAME) == 1
 
 
 def test_without_a_flag_every_kernel_is_the_engines():
@@ -743,16 +745,16 @@ def test_without_a_flag_every_kernel_is_the_engines():
     assert [one.__init__ for one in CLASSES] == ORIGINALS
 
 
-@pytest.mark.parametrize("mode", common.FLAGS)
+@pytest.mark.parametrize("mode", process.FLAGS)
 def test_a_flag_gives_its_mode_alone(mode):
-    for dispatcher in dispatchers(**{common.FLAGS[mode]: common.NAME}):
+    for dispatcher in dispatchers(**{process.FLAGS[mode]: process.NAME}):
         assert ours_in(dispatcher) == {mode}
         tree = getattr(dispatcher, "tree_verify_kernel", dispatcher.verify_kernel)
         assert isinstance(tree, sglang_kernels.Operations) == (mode == "verify")
 
 
 def test_the_base_flag_gives_decode_and_prefill():
-    for dispatcher in dispatchers(linear_attn_backend=common.NAME):
+    for dispatcher in dispatchers(linear_attn_backend=process.NAME):
         assert ours_in(dispatcher) == {"decode", "prefill"}
 
 
@@ -760,30 +762,30 @@ def given(**flags):
     """The engine's flags for linear layers, as it resolves these."""
     arguments = ServerArgs(model_path="dummy", **flags)
     arguments.resolve_once()
-    return {flag: getattr(arguments, flag) for flag in (BASE, *common.FLAGS.values())}
+    return {flag: getattr(arguments, flag) for flag in (BASE, *process.FLAGS.values())}
 
 
 def test_another_release_with_the_same_code_is_served(monkeypatch, caplog):
-    monkeypatch.setattr(common, "RELEASE", common.RELEASE._replace(version="0.0.1"))
-    every = dict.fromkeys(common.FLAGS.values(), common.NAME)
+    monkeypatch.setattr(process, "RELEASE", process.RELEASE._replace(version="0.0.1"))
+    every = dict.fromkeys(process.FLAGS.values(), process.NAME)
     assert given(**every) == every | {BASE: "triton"}
     assert "sglang 0.5.23 has 0.0.1's code" in caplog.text
 
 
 def test_another_release_chooses_its_own_kernels(monkeypatch, caplog):
     """As without the flags, whatever it changes: FlashInfer's prefill for example."""
-    release = common.RELEASE._replace(version="0.0.1")
-    monkeypatch.setattr(common, "RELEASE", release)
+    release = process.RELEASE._replace(version="0.0.1")
+    monkeypatch.setattr(process, "RELEASE", release)
     assert release.changes() == []
-    every = dict.fromkeys(common.FLAGS.values(), common.NAME)
+    every = dict.fromkeys(process.FLAGS.values(), process.NAME)
     for name in breakages.each(release, monkeypatch):
         caplog.clear()
-        assert given(**every) == given(**{BASE: common.NAME}) == given()
+        assert given(**every) == given(**{BASE: process.NAME}) == given()
         assert (
             f"gated_delta knows SGLang 0.0.1, not 0.5.23, which changes {name}: the engine chooses"
             in caplog.text
         )
-    others = dict.fromkeys(common.FLAGS.values(), "flashinfer")
+    others = dict.fromkeys(process.FLAGS.values(), "flashinfer")
     caplog.clear()
     assert given(**others) == others | {BASE: "triton"}
     assert not caplog.text
@@ -791,9 +793,9 @@ def test_another_release_chooses_its_own_kernels(monkeypatch, caplog):
 
 def test_flags_that_a_refused_release_keeps_are_tritons(monkeypatch):
     """If it has no `resolve_once`, or resolved them before the plug-in was loaded."""
-    release = common.RELEASE._replace(version="0.0.1", code={"a file": dict(name="0")})
-    monkeypatch.setattr(common, "RELEASE", release)
-    for dispatcher in dispatchers(**dict.fromkeys(common.FLAGS.values(), common.NAME)):
+    release = process.RELEASE._replace(version="0.0.1", code={"a file": dict(name="0")})
+    monkeypatch.setattr(process, "RELEASE", release)
+    for dispatcher in dispatchers(**dict.fromkeys(process.FLAGS.values(), process.NAME)):
         assert ours_in(dispatcher) == set()
     assert [one.__init__ for one in CLASSES] == ORIGINALS
 
@@ -938,7 +940,7 @@ class Queue:
 @pytest.fixture
 def aligned(monkeypatch):
     """As after the start of an engine under --enable-deterministic-inference."""
-    monkeypatch.setattr(common.process, "deterministic", True)
+    monkeypatch.setattr(process.state, "deterministic", True)
     with get_context().override_server_args(
         disable_radix_cache=False, enable_mixed_chunk=True, mamba_radix_cache_strategy="no_buffer"
     ):
@@ -963,7 +965,7 @@ def test_cuts_of_prompts_are_the_engines_elsewhere(aligned, monkeypatch):
     """A prompt behind 1,000 tokens, and the engine's own alignment for FlashInfer's attention."""
     assert Queue(8192).cuts(9000, 1000)[0] == 7168
     assert Queue(8192, align=4096).cuts(9000, 1000)[0] == 4096
-    monkeypatch.setattr(common.process, "deterministic", False)
+    monkeypatch.setattr(process.state, "deterministic", False)
     assert Queue(8192).cuts(9000, 1000)[0] == 7192
 
 
@@ -1203,7 +1205,7 @@ def test_engine_with_states_kept_inside_a_prefill(qwen3_5, expected, tmp_path):
     # `check --engine` asks about the same kernels.
     asked = preflight.Asked("sglang", qwen3_5, dtype=torch.float32)
     modes = preflight.plan(asked, torch.device("cpu")).modes
-    planned = start.needed([call for mode in modes for call in mode.calls], H200)
+    planned = load.needed([call for mode in modes for call in mode.calls], H200)
     looked_for = [json.loads(file.read_text())["looked_for"] for file in run.kernels.iterdir()]
     assert sorted(variant.label for variant in planned) in looked_for
     health = "gated_delta health op=decode family=gdn engine=sglang ours=100 engine_own=0 reason="

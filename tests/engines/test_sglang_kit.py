@@ -47,9 +47,11 @@ from sglang.test.kits.attention_unittest.runner_modes import (
     speculative_target_verify_runner as drafts,
 )
 
-from gated_delta.integrations import sglang_common as common
-from gated_delta.integrations import sglang_graphs, sglang_kernels, sglang_norm
-from gated_delta.integrations import sglang_kvbuffer as kvbuffer
+from gated_delta.integrations.sglang import graphs as sglang_graphs
+from gated_delta.integrations.sglang import kernels as sglang_kernels
+from gated_delta.integrations.sglang import kvbuffer as kvbuffer
+from gated_delta.integrations.sglang import norm as sglang_norm
+from gated_delta.integrations.sglang import process
 from gated_delta.problem import UnsupportedProblem
 
 load_plugins()
@@ -91,7 +93,7 @@ class Context:
         return getattr(get_context(), name)
 
     def override_server_args(self, **settings):
-        settings |= dict.fromkeys(common.FLAGS.values(), common.NAME)
+        settings |= dict.fromkeys(process.FLAGS.values(), process.NAME)
         settings |= dict(speculative_eagle_topk=self.topk) if self.topk else {}
         return get_context().override_server_args(**settings)
 
@@ -103,7 +105,7 @@ def _the_flags_are_ours(monkeypatch, request):
         request.getfixturevalue("poisoned_memory")
     for kit, _, _ in KITS.values():
         monkeypatch.setattr(kit, "get_context", Context)
-    common.process.calls.clear()
+    process.state.calls.counts.clear()
 
 
 @pytest.fixture
@@ -116,7 +118,7 @@ def poisoned_memory():
 
 
 def ran(layers, mode):
-    assert set(common.process.calls) == {f"{layers} {mode} on backend {ROUTE}"}
+    assert set(sglang_cpu.routes(process.state.calls)) == {f"{layers} {mode} on backend {ROUTE}"}
 
 
 @pytest.mark.parametrize(("layers", "case"), CASES)
@@ -158,10 +160,10 @@ def test_prefill_takes_views_and_raw_gates(why, monkeypatch):
     if why == "refused":
         monkeypatch.setattr(sglang_kernels.api, "prefill", refuse)
     if why == "left":
-        monkeypatch.setitem(common.process.left, ("GDN", "prefill"), "a test")
+        monkeypatch.setitem(process.state.left, ("GDN", "prefill"), "a test")
     KITS["GDN"][2](CASE, case, **SIZES)
-    common.process.refused.clear()
-    (call,) = common.process.calls
+    process.state.refused.clear()
+    (call,) = sglang_cpu.routes(process.state.calls)
     assert call.partition(" on ")[2] == (
         "the engine's own kernel (ours needs a test)" if why else "backend reference"
     )
@@ -281,7 +283,7 @@ def test_a_kvbuffer_is_committed_as_the_engine_commits_states(layers, tree, monk
     torch.testing.assert_close(our_o, o, **NEAR)
     torch.testing.assert_close(ours, states, rtol=1e-5, atol=1e-5)
     assert torch.equal(our_windows, windows)
-    assert common.process.calls == {f"{layers} verify on backend {ROUTE}": 2}
+    assert sglang_cpu.routes(process.state.calls) == {f"{layers} verify on backend {ROUTE}": 2}
 
 
 class Projection(torch.nn.Module):
@@ -348,12 +350,14 @@ def test_decode_includes_a_layers_norm(kind, mode, monkeypatch):
 
     def run(call=layer):
         getattr(kit, f"_restore_{layers.lower()}_cache")(fixture, cache)
-        common.process.calls.clear()
+        process.state.calls.counts.clear()
         more = dict(positions=None, zero_allocator=None) if kind is KimiDeltaAttention else {}
         context = ForwardContext(attn_backend=fixture.backend)
         with torch.no_grad(), forward_context(context, forward_batch=batch):
             fixture.backend.init_forward_metadata(batch)
-            return call(hidden_states=x, forward_batch=batch, **more), set(common.process.calls)
+            return call(hidden_states=x, forward_batch=batch, **more), set(
+                sglang_cpu.routes(process.state.calls)
+            )
 
     (expected, _), gate, before = run(), sglang_norm.gate_of(layer), dict(vars(layer))
     sglang_norm.hook(layer)
@@ -373,7 +377,7 @@ def test_decode_includes_a_layers_norm(kind, mode, monkeypatch):
             result, (route,) = run()
         assert route == f"{layers} decode on the engine's own kernel (ours needs a test)"
         torch.testing.assert_close(result, expected, **NEAR)
-        common.process.refused.clear()
+        process.state.refused.clear()
     for name in gate.methods:  # as if the projection had another name
         vars(layer).pop(name)
     vars(layer).update(before)

@@ -20,9 +20,10 @@ import transformers
 from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextForgetGate
 
 import gated_delta
+from gated_delta import preflight
 from gated_delta.gpus import H200
-from gated_delta.integrations import preflight, releases, start
-from gated_delta.integrations.health import Health
+from gated_delta.integrations.engine import load, releases
+from gated_delta.integrations.engine.calls import Calls
 
 HERE = Path(__file__).parent
 SOURCES = HERE.parents[1] / "src"
@@ -345,14 +346,14 @@ def test_who_keeps_checkpoints(
     refused: tuple[str, ...], of_vllm: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM has blocks for them if a layer names an alignment: then every prefill must keep them."""
-    from gated_delta.integrations import vllm_common, vllm_layers
+    from gated_delta.integrations.vllm import layers as vllm_layers
 
     plain = "get_prefill_checkpoint_alignment"  # inherited in vLLM 0.32
     monkeypatch.setattr(
         vllm_layers.QwenGatedDeltaNetAttention, plain, lambda layer: of_vllm, raising=False
     )
     layer = object.__new__(vllm_layers.Qwen)
-    vars(layer).update(aligned=True, tally=vllm_common.Tally(dict.fromkeys(refused, "a reason")))
+    vars(layer).update(aligned=True, refused=dict.fromkeys(refused, "a reason"))
     wanted = layer.get_prefill_checkpoint_alignment() is not None
     assert wanted == (not refused or of_vllm is not None)
     assert layer._exports() == (wanted and "prefill" not in refused)
@@ -404,7 +405,8 @@ def test_batch_invariance(models: Any, tmp_path: Path) -> None:
 def test_what_batch_invariance_needs(
     changed: dict[str, Any], needed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gated_delta.integrations import vllm_common, vllm_cuts, vllm_layers
+    from gated_delta.integrations.vllm import cuts as vllm_cuts
+    from gated_delta.integrations.vllm import layers as vllm_layers
 
     case: dict[str, Any] = dict(refused={}, num_spec=0, dtype=torch.float32)
     case |= dict(block_size=128, mamba_block_size=128, mamba_cache_mode="align")
@@ -417,7 +419,7 @@ def test_what_batch_invariance_needs(
     layer = object.__new__(vllm_layers.Kimi)
     vars(layer).update(
         prefix="model.layers.0",
-        tally=vllm_common.Tally(case["refused"]),
+        refused=case["refused"],
         vllm_config=config,
         num_spec=case["num_spec"],
         ring=case.get("ring", 0),
@@ -512,7 +514,7 @@ class Steps:
 @pytest.fixture
 def aligned(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The plug-in's hook, for one test."""
-    from gated_delta.integrations import vllm_cuts
+    from gated_delta.integrations.vllm import cuts as vllm_cuts
 
     for name in ("__init__", "_reserve_prefill_lookahead"):
         monkeypatch.setattr(vllm_cuts.Scheduler, name, getattr(vllm_cuts.Scheduler, name))
@@ -553,10 +555,10 @@ def test_a_scheduler_off_the_grid_does_not_start(aligned: Any) -> None:
 
 def test_a_cut_in_front_of_an_image(aligned: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Moves to the grid, or stays where it is, with a warning, if nothing would be computed."""
-    from gated_delta.integrations import vllm_common
+    from gated_delta.integrations.vllm import process as vllm_process
 
     log: list[str] = []
-    monkeypatch.setattr(vllm_common, "logger", lambda: SimpleNamespace(warning=log.append))
+    monkeypatch.setattr(vllm_process, "logger", lambda: SimpleNamespace(warning=log.append))
     image = SimpleNamespace(mm_position=SimpleNamespace(offset=100))
     request = SimpleNamespace(request_id="r", num_tokens=3000, mm_features=[image])
     scheduler = SimpleNamespace(has_mamba_layers=True, num_prefill_lookahead=0)
@@ -595,7 +597,7 @@ def test_rows_behind_the_batch_are_zeros(
     from vllm.model_executor.models import bailing_moe_v3  # has Ling's operator
     from vllm.third_party.flash_linear_attention.ops import kda
 
-    from gated_delta.integrations import vllm_common, vllm_layers
+    from gated_delta.integrations.vllm import layers as vllm_layers
 
     (T, n, H, D), counts = (6, 4, 2, 4), BATCHES[batch]
     x, z = torch.ones(T, 4 * H * D), torch.ones(T, H, D)
@@ -619,8 +621,10 @@ def test_rows_behind_the_batch_are_zeros(
         method = "_forward" if name == "Kimi" else "_forward_core"
         monkeypatch.setattr(kind.__bases__[-1], method, engine)
     layer = object.__new__(kind)
-    tally = vllm_common.Tally(dict.fromkeys(refused, "a reason"))
-    vars(layer).update(prefix="layer", sizes=(H, H, D, D), tally=tally, fuses_norm=name != "Olmo")
+    reasons = dict.fromkeys(refused, "a reason")
+    vars(layer).update(
+        prefix="layer", sizes=(H, H, D, D), refused=reasons, fuses_norm=name != "Olmo"
+    )
     vars(layer).update(profiled=True, _drafts=write, _others=write, separate_b_proj=True)
     vars(layer).update(split_ba=lambda ba: ba.chunk(2, -1), f_b_proj=lambda _: (z,))
     vars(layer).update(g_b_proj=lambda _: (z,), f_proj=lambda _: (z,), g_proj=lambda _: (z,))
@@ -657,11 +661,12 @@ def test_layer_classes_found_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """Known ones get our base when vLLM builds one; an unknown one stays, with a warning."""
     from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
 
-    from gated_delta.integrations import vllm_common, vllm_layers
+    from gated_delta.integrations.vllm import layers as vllm_layers
+    from gated_delta.integrations.vllm import process as vllm_process
 
     log: list[str] = []
     monkeypatch.setattr(PluggableLayer, "__new__", PluggableLayer.__new__)
-    monkeypatch.setattr(vllm_common, "logger", lambda: SimpleNamespace(warning_once=log.append))
+    monkeypatch.setattr(vllm_process, "logger", lambda: SimpleNamespace(warning_once=log.append))
     vllm_layers.replace_later.__wrapped__()
     base, contents = vllm_layers.GatedDeltaNetAttention, dict(get_state_shape=None)
     known, unknown = (type(name, (base,), contents) for name in ("KimiK3DeltaAttention", "Solar"))
@@ -678,7 +683,7 @@ def test_checkpoints_that_only_vllm_would_fill(monkeypatch: pytest.MonkeyPatch) 
     """As FlashKDA's of GLM-5.3-Flash and Kimi K3: its layers ask for blocks by themselves."""
     from dataclasses import dataclass
 
-    from gated_delta.integrations import vllm_common, vllm_layers
+    from gated_delta.integrations.vllm import layers as vllm_layers
 
     @dataclass
     class Spec:
@@ -690,21 +695,26 @@ def test_checkpoints_that_only_vllm_would_fill(monkeypatch: pytest.MonkeyPatch) 
     )
     layer = object.__new__(vllm_layers.Kimi)
     for refused, spec in ((), Spec(0, None)), (("decode",), Spec(0, None)), (("prefill",), Spec()):
-        tally = vllm_common.Tally(dict.fromkeys(refused, "a reason"))
-        vars(layer).update(aligned=False, tally=tally)
+        reasons = dict.fromkeys(refused, "a reason")
+        vars(layer).update(aligned=False, refused=reasons)
         assert layer.get_kv_cache_spec(None) == spec
 
 
 def test_drafts_beside_single_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """As Kimi K3's metadata may have them."""
-    from gated_delta.integrations import vllm_common, vllm_layers
+    from gated_delta.integrations.vllm import layers as vllm_layers
+    from gated_delta.integrations.vllm import process as vllm_process
 
     def fill(value: float) -> Any:
         return lambda m, rows, out: out.copy_(value + rows[0])
 
     layer = object.__new__(vllm_layers.Kimi)
     vars(layer).update(
-        prefix="layer", tally=vllm_common.Tally(), fuses_norm=True, _drafts=fill(1), _others=fill(2)
+        prefix="layer",
+        refused={},
+        fuses_norm=True,
+        _drafts=fill(1),
+        _others=fill(2),
     )
     metadata = SimpleNamespace(
         num_prefills=0,
@@ -720,11 +730,12 @@ def test_drafts_beside_single_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     x, out = torch.arange(6.0)[:, None], torch.zeros(6, 1)
     assert layer._run(x, x, x, out, x)
     assert out.flatten().tolist() == [2, 2, 3, 4, 6, 0]
-    health = Health("vllm", print)
-    monkeypatch.setattr(vllm_common, "health", health)
-    layer.tally.refused["decode"] = "another dtype"
+    calls = Calls("vllm", print)
+    monkeypatch.setattr(vllm_process, "calls", calls)
+    layer.refused["decode"] = "another dtype"
     assert not layer._run(x, x, x, out, x)
-    assert health.lines() == [
+    assert calls.at("layer", False) == dict(decode=1, drafts=1)
+    assert calls.lines() == [
         f'gated_delta health op={op} family=kda engine=vllm ours=0 engine_own=1 reason="{reason}"'
         for op, reason in dict.fromkeys(("decode", "drafts"), "another dtype").items()
     ]
@@ -866,7 +877,7 @@ class Stack:
     """Three layers with one block table: their builder, states of 5 slots and buffers."""
 
     def __init__(self, even: bool, ring: int):
-        from gated_delta.integrations import vllm_kvbuffer
+        from gated_delta.integrations.vllm import kvbuffer as vllm_kvbuffer
 
         L, P, HV, V, K = 3, 5, 2, 16, 32
         self.storage = torch.randn(20, HV, V, K)
@@ -925,7 +936,9 @@ def test_rows_lie_behind_the_states(channels: bool, monkeypatch: pytest.MonkeyPa
     """In vLLM's pages, which vLLM makes large enough."""
     from vllm.platforms.interface import Platform
 
-    from gated_delta.integrations import vllm_common, vllm_kvbuffer, vllm_layers
+    from gated_delta.integrations.vllm import kvbuffer as vllm_kvbuffer
+    from gated_delta.integrations.vllm import layers as vllm_layers
+    from gated_delta.integrations.vllm import process as vllm_process
 
     shapes, dtypes = ((3, 8), (4, 16, 8)), (torch.bfloat16, torch.float32)
     layer = object.__new__(vllm_layers.Kimi)
@@ -942,7 +955,7 @@ def test_rows_lie_behind_the_states(channels: bool, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Platform, "_align_hybrid_block_size", classmethod(align))
     vllm_kvbuffer.widen_pages.__wrapped__()
     for layers in ([], [layer]):
-        monkeypatch.setattr(vllm_common, "layers", layers)
+        monkeypatch.setattr(vllm_process, "layers", layers)
         Platform._align_hybrid_block_size(None, None)
     row = 4 * 3 * (4 * 16 + 2 * 8 + 4 * (8 if channels else 1))
     assert sizes == [48 + 4 * 4 * 16 * 8, sizes[0] + row]
@@ -966,7 +979,8 @@ def test_rows_lie_behind_the_states(channels: bool, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("v2", [True, False])
 def test_folding_after_sampling(v2: bool, even: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In both model runners; drafts beside a prompt; layers that lie unevenly in the cache."""
-    from gated_delta.integrations import vllm_common, vllm_kvbuffer
+    from gated_delta.integrations.vllm import kvbuffer as vllm_kvbuffer
+    from gated_delta.integrations.vllm import process as vllm_process
 
     stack = Stack(even, ring=0)
     builder = stack.builder
@@ -980,7 +994,7 @@ def test_folding_after_sampling(v2: bool, even: bool, monkeypatch: pytest.Monkey
         )
     )
     expected = stack.flushed([2, 1], [3, 1])
-    monkeypatch.setattr(vllm_common, "layers", builder.layers)
+    monkeypatch.setattr(vllm_process, "layers", builder.layers)
     runner, name = vllm_kvbuffer.runner_of(v2)
     monkeypatch.setattr(runner, name, lambda *_: None)
     vllm_kvbuffer.fold_after_sampling.__wrapped__(v2)
@@ -1012,7 +1026,8 @@ def test_folding_after_sampling(v2: bool, even: bool, monkeypatch: pytest.Monkey
 def test_what_a_kvbuffer_needs(
     changed: dict[str, Any], needed: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gated_delta.integrations import vllm_kvbuffer, vllm_layers
+    from gated_delta.integrations.vllm import kvbuffer as vllm_kvbuffer
+    from gated_delta.integrations.vllm import layers as vllm_layers
 
     case: dict[str, Any] = dict(
         mamba_cache_mode="none", pipeline_parallel_size=1, refused={}, left={}
@@ -1042,8 +1057,8 @@ def test_what_a_kvbuffer_needs(
     monkeypatch.setenv(switch, "1")
     monkeypatch.setattr(vllm_kvbuffer, "widen_pages", lambda: None)
     monkeypatch.setattr(vllm_layers, "get_current_vllm_config", lambda: config)
-    monkeypatch.setattr(vllm_layers.vllm_start, "left_to_vllm", lambda *_: case["left"])
-    monkeypatch.setattr(vllm_layers.vllm_start, "missing", lambda *_: case["refused"])
+    monkeypatch.setattr(vllm_layers.start, "left_to_vllm", lambda *_: case["left"])
+    monkeypatch.setattr(vllm_layers.start, "missing", lambda *_: case["refused"])
     monkeypatch.setattr(vllm_kvbuffer, "fold_after_sampling", lambda v2: None)
     monkeypatch.setattr(base, "get_attn_backend", lambda layer: case["backend"])
     if needed:
@@ -1056,7 +1071,7 @@ def test_what_a_kvbuffer_needs(
 
 
 def test_the_length_of_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gated_delta.integrations import vllm_kvbuffer
+    from gated_delta.integrations.vllm import kvbuffer as vllm_kvbuffer
 
     def tokens(L: int) -> int:
         config = SimpleNamespace(cache_config=SimpleNamespace(replayssm_buffer_len=L))
@@ -1086,7 +1101,7 @@ def _as_planned(result: Run, model: Path, **asked: Any) -> None:
     asked |= dict(state_dtype=torch.float32)  # vLLM's on a CPU
     plan = preflight.plan(preflight.Asked("vllm", model, **asked), torch.device("cpu"))
     calls = [call for mode in plan.modes for call in mode.calls]
-    labels = {variant.label for variant in start.needed(calls, H200)}
+    labels = {variant.label for variant in load.needed(calls, H200)}
     assert set(result.kernels["looked_for"]) <= labels
     prefills = {label for label in labels if label.startswith("prefill")}
     assert labels - prefills <= set(result.kernels["looked_for"])

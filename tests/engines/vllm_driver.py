@@ -185,7 +185,7 @@ def refuse(layer):
 def record(kernels, on_gpu):
     """Records the kernels loaded at the start and needed by calls. on_gpu: loads a GPU's."""
     from gated_delta import api, dispatch, gpus, ops
-    from gated_delta.integrations import start
+    from gated_delta.integrations.engine import load as start
 
     def note(kind, problem):
         kernels[kind] = sorted(

@@ -131,9 +131,8 @@ def fused_recurrent_gated_delta_rule(
     g = v.new_zeros(v.shape[:3]) if g is None else g
     beta = v.new_ones(v.shape[:3]) if beta is None else beta
     flags = use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval
-    tokens = Tokens(q, k, v, g, beta, gate, scale, *flags, cu_seqlens)
     states = (initial_state, output_final_state, state_v_first, transpose_state_layout)
-    return _run(tokens, *states, step=True)
+    return _run(Tokens(q, k, v, g, beta, gate, scale, *flags, cu_seqlens), *states, step=True)
 
 
 def chunk_kda(
@@ -188,9 +187,8 @@ def fused_recurrent_kda(
     rank("g", g, "B, T, HV, K")
     gate = _gate(g, use_gate_in_kernel, A_log, dt_bias, lower_bound)
     flags = use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval
-    tokens = Tokens(q, k, v, g, beta, gate, scale, *flags, cu_seqlens)
     states = (initial_state, output_final_state, state_v_first, transpose_state_layout)
-    return _run(tokens, *states, step=True)
+    return _run(Tokens(q, k, v, g, beta, gate, scale, *flags, cu_seqlens), *states, step=True)
 
 
 # ------------------------------------------------------------------------------------------ shared

@@ -1,33 +1,32 @@
 """vLLM's plug-in: `GATED_DELTA_VLLM=1 vllm serve Qwen/Qwen3-Next-80B-A3B-Instruct`.
 
 vLLM calls `register` in each of its processes (entry point vllm.general_plugins), then builds the
-layers of vllm_layers.py in place of its own. `report` lists a process's layers: the operations on
+layers of layers.py in place of its own. `report` lists a process's layers: the operations on
 gated_delta, and why others are not. docs/engines.md has the details.
 """
 
 from __future__ import annotations
 
-import importlib
 from typing import NamedTuple
 
 import gated_delta
 from gated_delta.compile import flag
-from gated_delta.integrations import releases
-from gated_delta.integrations import vllm_common as common
+from gated_delta.integrations.engine import releases
+from gated_delta.integrations.vllm import process
 
 LAYERS = {
     "QwenGatedDeltaNetAttention": "Qwen",
     "OlmoHybridGatedDeltaNetAttention": "Olmo",
     "KimiGatedDeltaNetAttention": "Kimi",
 }
-"""vLLM's layer class: its replacement in vllm_layers.py."""
+"""vLLM's layer class: its replacement in layers.py."""
 
 
 class Row(NamedTuple):
     """A layer. decode, prefill: "gated_delta", or "vLLM: " and the reason.
 
-    calls: parts of batches, by "decode", "drafts", "prefill", or "vLLM" for whole batches left to
-    vLLM. A CUDA graph counts when it is captured.
+    calls, engine_own: parts of batches on gated_delta, and left to vLLM, by "decode", "drafts",
+    "prefill". A CUDA graph counts when it is captured.
     """
 
     layer: str
@@ -35,29 +34,27 @@ class Row(NamedTuple):
     decode: str
     prefill: str
     calls: dict[str, int]
+    engine_own: dict[str, int]
 
     def __str__(self) -> str:
-        calls = ", ".join(f"{name} {count}" for name, count in self.calls.items()) or "none"
+        ours, own = (
+            ", ".join(f"{op} {count}" for op, count in counts.items()) or "none"
+            for counts in (self.calls, self.engine_own)
+        )
         routes = f"decode: {self.decode}; prefill: {self.prefill}"
-        return f"{self.layer} ({self.kind}): {routes}; calls: {calls}"
+        return f"{self.layer} ({self.kind}): {routes}; calls: {ours}; vLLM's own: {own}"
 
 
 def report() -> list[Row]:
-    """This process's live layers, built after `register`, in the model's order."""
-    return [
-        Row(x.prefix, x.name, t.route("decode"), t.route("prefill"), dict(t.calls))
-        for x in common.in_order()
-        for t in [x.tally]
-    ]
+    """This process's live layers, built after `register`, in the model's order.
 
-
-def health() -> list[str]:
-    """Calls of this process, a line per kind of layer and operation, over all layers.
-
-    As key=value; the log has a line when a count reaches 1, 10, 100, ... Counts as in `Row`;
-    engine_own: parts of batches left to vLLM.
+    The log has a line over all layers of a kind when a count reaches 1, 10, 100, ...
     """
-    return common.health.lines()
+    counts = process.calls.at
+    return [
+        Row(x.prefix, x.name, *process.routes(x), counts(x.prefix, True), counts(x.prefix, False))
+        for x in process.in_order()
+    ]
 
 
 def unsupported(version: str, platform: str) -> str | None:
@@ -80,13 +77,14 @@ def register() -> None:
     import vllm
     from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
 
-    log, version, platform = common.logger(), vllm.__version__, common.platform()
+    log, version, platform = process.logger(), vllm.__version__, process.platform()
     if reason := unsupported(version, platform):
         log.warning(f"gated_delta {gated_delta.__version__}: {reason}; vLLM's own kernels run")
         return
     if not releases.VLLM[platform].covers(version):
         log.warning(f"gated_delta: {releases.VLLM[platform].same_as(version)}")
-    ours = importlib.import_module("gated_delta.integrations.vllm_layers")
+    from gated_delta.integrations.vllm import layers as ours
+
     for name, replacement in LAYERS.items():
         layer = getattr(ours, replacement)
         present = op_registry_oot.get(name)
@@ -98,4 +96,4 @@ def register() -> None:
             )
     ours.replace_later()
     if vllm.envs.VLLM_BATCH_INVARIANT:
-        ours.vllm_cuts.align()
+        ours.cuts.align()

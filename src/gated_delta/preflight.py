@@ -18,18 +18,21 @@ from typing import Any, NamedTuple
 import torch
 from rich.table import Table
 
-from gated_delta import compile
-from gated_delta.gpus import GPUS, PRODUCTS, Gpu, card_of, product
-from gated_delta.integrations import card_check, releases, sglang_common, start, vllm, vllm_calls
-from gated_delta.integrations.sglang_kernels import ring_lacks
-from gated_delta.integrations.sglang_start import Layer
-from gated_delta.ops.launch import MAX_NORM
-from gated_delta.options import MAX_DIM, MAX_HEADS
-from gated_delta.problem import INPUT_DTYPES, MAX_DRAFT, SHORT, KVBuffer, UnsupportedProblem
-from gated_delta.results import make_table
-from gated_delta.testing import Case
+from . import compile
+from .gpus import GPUS, PRODUCTS, Gpu, card_of, product
+from .integrations.engine import card_check, load, releases
+from .integrations.sglang.kernels import ring_lacks
+from .integrations.sglang.process import drafts_need
+from .integrations.sglang.start import Layer
+from .integrations.vllm.calls import Recurrence, too_many
+from .ops.launch import MAX_NORM
+from .options import MAX_DIM, MAX_HEADS
+from .problem import INPUT_DTYPES, MAX_DRAFT, SHORT, KVBuffer, UnsupportedProblem
+from .results import make_table
+from .testing import Case
 
 ENGINES = dict(sglang="SGLang", vllm="vLLM")
+RELEASES = dict(sglang=releases.SGLANG, vllm=releases.VLLM["cuda"])
 MODES = dict(sglang=("decode", "prefill", "verify"), vllm=("decode", "prefill"))
 """As the engines' logs name them. vLLM's decode includes drafts."""
 WHERE = dict(states="as states", kvbuffer="in a KVBuffer (GATED_DELTA_{}_KVBUFFER=1)")
@@ -186,31 +189,15 @@ def _layers(c: Config) -> int:
     return n - n // c.get("full_attention_interval", 4)
 
 
-class Family(NamedTuple):
-    """Models that an engine reads and serves alike.
-
-    states: the dtype of vLLM's by default: "fp32", that of the "inputs", or of the "config" if it
-    names one. fuses_norm: decode includes the gated norm, in vLLM for GDN in bf16 alone.
-    """
-
-    read: Callable[[Config], Sizes]
-    states: str
-    fuses_norm: bool = False
-    engines: tuple[str, ...] = tuple(ENGINES)
-
-
-FAMILIES = {
-    kind: family
-    for kinds, family in {
-        "qwen3_next": Family(_gdn, "inputs"),
-        "qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text": Family(_gdn, "config", True),
-        "qwen4_exp qwen4_exp_text": Family(_gdn, "config", True),
-        "intern_s2_preview interns2_mobius interns2_mobius_text": Family(_gdn, "inputs", True),
-        "gigachat3_5": Family(_gdn, "inputs", engines=("sglang",)),
-        "olmo_hybrid": Family(_gdn, "inputs", engines=("vllm",)),
-        "kimi_linear kimi_k3": Family(_kimi, "fp32", True),
-        "glm5_next glm5_next_text": Family(_glm, "fp32", True),
-        "bailing_hybrid bailing_moe_v3_vl": Family(_ling, "fp32", True),
+READERS = {
+    kind: read
+    for kinds, read in {
+        "qwen3_next qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text": _gdn,
+        "qwen4_exp qwen4_exp_text intern_s2_preview interns2_mobius interns2_mobius_text": _gdn,
+        "gigachat3_5 olmo_hybrid": _gdn,
+        "kimi_linear kimi_k3": _kimi,
+        "glm5_next glm5_next_text": _glm,
+        "bailing_hybrid bailing_moe_v3_vl": _ling,
     }.items()
     for kind in kinds.split()
 }
@@ -221,7 +208,7 @@ class Model(NamedTuple):
     """The linear layers of a model on one rank."""
 
     kind: str
-    family: Family
+    served: releases.Served
     sizes: Sizes
     dtype: torch.dtype
     state_dtype: torch.dtype
@@ -242,7 +229,7 @@ class Mode:
     """ours: our kernels run it. reason: why not, or a remark. unbuilt: kernels to be compiled."""
 
     name: str
-    calls: list[start.Call] = field(default_factory=list)
+    calls: list[load.Call] = field(default_factory=list)
     ours: bool = True
     reason: str = ""
     unbuilt: tuple[str, ...] = ()
@@ -360,7 +347,7 @@ def plan(asked: Asked, device: torch.device) -> Plan:
         mode.calls = [(op, arguments | dict(backend="cute")) for op, arguments in mode.calls]
         if refused:
             mode.leave(refused)
-        elif mode.ours and (lacks := start.refused(mode.calls, gpu)):
+        elif mode.ours and (lacks := load.refused(mode.calls, gpu)):
             mode.leave(f"ours needs {'; '.join(dict.fromkeys(lacks.values()))}")
     served = [call for mode in modes if mode.ours for call in mode.calls]
     for mode in (mode for mode in modes if mode.ours):
@@ -387,11 +374,11 @@ def _gpu(asked: Asked, device: torch.device) -> tuple[Gpu | torch.device, str]:
 def _model(asked: Asked) -> Model:
     config, engine = read(asked.model), asked.engine
     kind = config["model_type"]
-    family = FAMILIES.get(kind)
-    if family is None or engine not in family.engines:
+    served = RELEASES[engine].models.get(kind)
+    if served is None:
         raise ValueError(f"gated_delta serves no model_type {kind!r} in {ENGINES[engine]}")
     config.place = f"config.json of a {kind}"
-    sizes = family.read(config)
+    sizes = READERS[kind](config)
     H, HV = sizes.H, sizes.HV
     if sizes.layers < 1:
         raise ValueError(f"expected linear layers in {config.place}, got {sizes.layers}")
@@ -403,9 +390,9 @@ def _model(asked: Asked) -> Model:
     if sizes.HV * sizes.K * sizes.V > MAX_STATE:
         raise ValueError(f"expected states of up to {MAX_STATE:,} numbers on a rank, got {sizes}")
     dtype = asked.dtype or _input_dtype(config)
-    states = asked.state_dtype or _state_dtype(engine, family, config, dtype)
+    states = asked.state_dtype or _state_dtype(engine, served, config, dtype)
     doubles_beta = config.get("linear_allow_neg_eigval", False)
-    return Model(kind, family, sizes, dtype, states, doubles_beta)
+    return Model(kind, served, sizes, dtype, states, doubles_beta)
 
 
 def _input_dtype(config: Config) -> torch.dtype:
@@ -422,17 +409,15 @@ def _dtype(value: str, name: str) -> torch.dtype:
     return dtype
 
 
-def _state_dtype(engine: str, family: Family, config: Config, dtype: torch.dtype) -> torch.dtype:
+def _state_dtype(
+    engine: str, served: releases.Served, config: Config, dtype: torch.dtype
+) -> torch.dtype:
     """The engine's default."""
-    named = config.get("mamba_ssm_dtype")
-    name = f"mamba_ssm_dtype in {config.place}"
-    if engine == "sglang":
-        if variable := os.environ.get(SGLANG_STATES):
-            return _dtype(variable, SGLANG_STATES)
-        return _dtype(named, name) if named and family.read is _gdn else torch.float32
-    if family.states == "config" and named:
-        return _dtype(named, name)
-    return torch.float32 if family.states == "fp32" else dtype
+    if engine == "sglang" and (variable := os.environ.get(SGLANG_STATES)):
+        return _dtype(variable, SGLANG_STATES)
+    if "config" in served.states and (named := config.get("mamba_ssm_dtype")):
+        return _dtype(named, f"mamba_ssm_dtype in {config.place}")
+    return torch.float32 if "fp32" in served.states else dtype
 
 
 def _release(engine: str) -> tuple[str, str]:
@@ -440,26 +425,23 @@ def _release(engine: str) -> tuple[str, str]:
     version = releases.installed(engine)
     if version is None:
         return f"{ENGINES[engine]} is not installed here: its release was not checked", ""
-    if engine == "vllm":
-        refusal = vllm.unsupported(version, "cuda")
-    else:
-        refusal = releases.SGLANG.refusal(version)
-        refusal = refusal and f"expected SGLang {releases.SGLANG.version}, got {refusal}"
+    refusal = RELEASES[engine].refusal(version)
     served = "not served" if refusal else "served"
-    return f"{ENGINES[engine]} {version} is {served}", refusal or ""
+    reason = f"expected {ENGINES[engine]} {RELEASES[engine].version}, got {refusal}"
+    return f"{ENGINES[engine]} {version} is {served}", reason if refusal else ""
 
 
-def _look_for_kernels(mode: Mode, served: list[start.Call], gpu: Gpu | torch.device) -> None:
+def _look_for_kernels(mode: Mode, served: list[load.Call], gpu: Gpu | torch.device) -> None:
     """Leaves a mode whose kernels are missing. served: the calls of all modes, for the command."""
     if not (compile.may_compile() and compile.installed(compile.COMPILER)):
         try:
-            start.load(mode.calls, gpu, served)
+            load.load(mode.calls, gpu, served)
         except UnsupportedProblem as error:
             reason, *_ = str(error).splitlines()
             mode.leave(reason)
             mode.unbuilt = error.missing
     else:
-        mode.unbuilt, command = start.unbuilt(mode.calls, gpu, served)
+        mode.unbuilt, command = load.unbuilt(mode.calls, gpu, served)
         if mode.unbuilt:
             mode.reason = f"its start compiles {len(mode.unbuilt)} kernels; {command}"
 
@@ -470,7 +452,7 @@ def _sglang(asked: Asked, model: Model) -> tuple[list[Mode], dict[str, int]]:
     scratch: Any = None
     drafts: dict[str, int] = {}
     in_kvbuffer = compile.flag("GATED_DELTA_SGLANG_KVBUFFER", False)
-    T, unfit = asked.drafts, sglang_common.drafts_need(asked.drafts, asked.tree, in_kvbuffer)
+    T, unfit = asked.drafts, drafts_need(asked.drafts, asked.tree, in_kvbuffer)
     gate = "channel" if family == "KDA" else "head"
     sizes: dict[str, Any] = dict(H=H, HV=HV, K=K, V=V, gate=gate)
     if 0 < T <= MAX_DRAFT:
@@ -482,7 +464,7 @@ def _sglang(asked: Asked, model: Model) -> tuple[list[Mode], dict[str, int]]:
     if asked.ring and bound is None:  # SGLang's has the states' dtype
         ring = KVBuffer.empty(2, 1, **sizes)
         ring = replace(ring, u=ring.u.to(state))
-    norm = model.family.fuses_norm and model.kind != "kimi_k3" and V <= MAX_NORM
+    norm = model.served.fuses_norm and V <= MAX_NORM
     layer = Layer(family, H, HV, K, V, model.dtype, bound, norm)
     by_mode = layer.calls(state, True, scratch, T, ring, asked.tree)
     names = asked.modes or MODES["sglang"][: 3 if T else 2]
@@ -492,12 +474,12 @@ def _sglang(asked: Asked, model: Model) -> tuple[list[Mode], dict[str, int]]:
             mode.leave(f"ours needs {unfit or 'drafts: --drafts is 0'}")
         if mode.name == "decode" and (lacks := ring_lacks(ring)):
             mode.leave(f"ours needs {lacks}")
-        if mode.name == "decode" and model.kind == "kimi_k3" and HV == 12:
-            mode.leave("SGLang has a fused kernel for 12 heads a GPU")
+        if mode.name == "decode" and HV in model.served.own_decode:
+            mode.leave(f"SGLang has a fused kernel for {HV} heads a GPU")
     return modes, drafts
 
 
-class _Layer(vllm_calls.Recurrence):
+class _Layer(Recurrence):
     """A layer as vLLM would build it."""
 
     def __init__(self, model: Model, drafts: int):
@@ -505,7 +487,7 @@ class _Layer(vllm_calls.Recurrence):
         self.channels, self.sizes, self.num_spec = family == "KDA", (H, HV, V, K), drafts
         self.inputs, self.backend = model.dtype, "auto"
         fits = V <= MAX_NORM and (self.channels or model.dtype == torch.bfloat16)
-        self.fuses_norm = model.family.fuses_norm and fits
+        self.fuses_norm = model.served.fuses_norm and fits
         self.allow_neg_eigval, self.aligned = model.doubles_beta, True
         self.deterministic = os.environ.get("VLLM_BATCH_INVARIANT") == "1"
         self.A_log = torch.zeros(HV)
@@ -522,7 +504,7 @@ class _Layer(vllm_calls.Recurrence):
 def _vllm(asked: Asked, model: Model) -> tuple[list[Mode], dict[str, int]]:
     _, _, _, HV, K, V, _ = model.sizes
     pool = torch.empty(2, HV, V, K, dtype=model.state_dtype)
-    layer, left = _Layer(model, asked.drafts), vllm_calls.too_many(asked.drafts)
+    layer, left = _Layer(model, asked.drafts), too_many(asked.drafts)
     in_kvbuffer = compile.flag("GATED_DELTA_VLLM_KVBUFFER", False)
     layer.buffered = in_kvbuffer and asked.drafts > 0 and not left
     if compile.flag("GATED_DELTA_VLLM_RING", False):

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from gated_delta import api
-from gated_delta.integrations import sglang_common as common
 from gated_delta.integrations.checks import layer_gate
+from gated_delta.integrations.sglang import process
 from gated_delta.problem import MAX_BUFFER, KVBuffer, UnsupportedProblem
 
 Given = dict[str, Any]
@@ -113,7 +113,7 @@ class Operations:
     def _step(
         self, tokens: Tokens, given: Given, missing: str, engine: Any, ring: KVBuffer | None = None
     ) -> Tensor:
-        fused = common.process.norms.get(given["A_log"])
+        fused = process.state.norms.get(given["A_log"])
         norm = fused.arguments(tokens[2][0]) if fused else {}
 
         def ours(backend: str) -> Tensor:
@@ -128,7 +128,7 @@ class Operations:
                 fused.applied = True
             return o.transpose(0, 1)
 
-        more = " and norm" * bool(norm) + " with ReplaySSM's ring" * bool(ring)
+        more = (" and norm" if norm else "") + (" with ReplaySSM's ring" if ring else "")
         return self._run("decode", ours, engine, missing, tokens, given, more)
 
     def extend(self, q: Tensor, k: Tensor, v: Tensor, g: Any, beta: Tensor, **given: Any) -> Any:
@@ -151,8 +151,8 @@ class Operations:
             N = len(bounds) - 1
             call = self._raw(tokens, gate)
             call |= _pool(given, N) | dict(
-                deterministic=common.process.deterministic,
-                max_seqlen=common.process.max_seqlen.get(bounds),
+                deterministic=process.state.deterministic,
+                max_seqlen=process.state.max_seqlen.get(bounds),
             )
             if len(states) == N:
                 # The engine's copies of strided slots, in order: no padding slot among them.
@@ -161,7 +161,7 @@ class Operations:
                 same = track.dtype == states.dtype
                 checkpoints = track if same else torch.empty_like(track, dtype=states.dtype)
                 call |= dict(
-                    checkpoint_lens=given["track_chunk_idx"][:N, None] * common.CHUNK,
+                    checkpoint_lens=given["track_chunk_idx"][:N, None] * process.CHUNK,
                     checkpoints=checkpoints[:N, None],
                 )
             o, _ = api.prefill(**call, cu_seqlens=bounds, out=given.get("output"), backend=backend)
@@ -192,7 +192,7 @@ class Operations:
         scratch = given.get("intermediate_states_buffer")
         parents = given.get("retrieve_parent_token")
         in_kvbuffer = isinstance(scratch, KVBuffer)
-        missing = common.drafts_need(given["cache_steps"], parents is not None, in_kvbuffer)
+        missing = process.drafts_need(given["cache_steps"], parents is not None, in_kvbuffer)
         if scratch is None:
             missing = missing or "a buffer for drafts, not ReplaySSM's"
 
@@ -202,9 +202,9 @@ class Operations:
             call = self._raw(tokens, given) | _pool(given, N)
             call |= dict(cu_seqlens=bounds, backend=backend)
             rows = given["intermediate_state_indices"][:N]
-            if isinstance(scratch, KVBuffer):  # sglang_kvbuffer put it in the pool
+            if isinstance(scratch, KVBuffer):  # kvbuffer put it in the pool
                 tree = parents
-                if tree is None and common.process.trees:
+                if tree is None and process.state.trees:
                     # A dummy run; the start loads no kernel for lines.
                     tree = torch.arange(-1, given["cache_steps"] - 1, device=bounds.device)
                     tree = tree.repeat(N, 1)
@@ -243,34 +243,29 @@ class Operations:
 
         more: what ours includes besides the mode, for the log.
         """
-        process, states = common.process, given["ssm_states"]
-        backend = common.backend_for(tokens[0])
-        problem = (
-            self.layers,
-            mode,
-            states.dtype,
-            states.stride(0) % 8,
-            *((x.dtype, x.shape[-1]) for x in tokens),
-        )
-        missing = process.left.get((self.layers, mode), missing)
-        missing = missing or process.refused.get(problem, "")
+        state, states = process.state, given["ssm_states"]
+        backend = process.backend_for(tokens[0])
+        of_tokens = ((x.dtype, x.shape[-1]) for x in tokens)
+        problem = self.layers, mode, states.dtype, states.stride(0) % 8, *of_tokens
+        missing = state.left.get((self.layers, mode), missing)
+        missing = missing or state.refused.get(problem, "")
         result = None
         if not missing:
             try:
                 result = ours(backend)
             except UnsupportedProblem as error:  # nothing was written
-                missing = process.refused[problem] = "; ".join(error.missing) or str(error)
+                missing = state.refused[problem] = "; ".join(error.missing) or str(error)
         if missing and engine is None:
             raise UnsupportedProblem(
                 "only gated_delta verifies drafts in a KVBuffer "
                 "(GATED_DELTA_SGLANG_KVBUFFER=0 turns it off); it needs",
                 (missing,),
             )
-        process.health.count(self.layers, mode, missing)
         if not missing:
-            process.count(f"{self.layers} {mode}{more} on backend {backend}")
+            state.count(self.layers, mode, f"{more} on backend {backend}")
             return result
-        process.count(f"{self.layers} {mode} on the engine's own kernel (ours needs {missing})")
+        route = f" on the engine's own kernel (ours needs {missing})"
+        state.count(self.layers, mode, route, missing)
         assert engine is not None
         return engine()
 
@@ -289,7 +284,7 @@ def _copy_tracked(chunk_states: Tensor, given: Given) -> None:
 
     chunk_states: [1, chunks, HV, V, K], the state before every chunk of every sequence.
     """
-    chunks = (given["query_start_loc"].diff() + common.CHUNK - 1) // common.CHUNK
+    chunks = (given["query_start_loc"].diff() + process.CHUNK - 1) // process.CHUNK
     row = chunks.cumsum(0) - chunks + given["track_chunk_idx"][: len(chunks)].clamp(min=0)
     given["track_state"][: len(chunks)] = (
         chunk_states[0].index_select(0, row.clamp(max=chunk_states.shape[1] - 1)).float()

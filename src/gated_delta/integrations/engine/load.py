@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from .. import api, compile, dispatch
-from ..gpus import Gpu, gpu_of
-from ..problem import UnsupportedProblem
+from gated_delta import api, compile, dispatch
+from gated_delta.gpus import Gpu, gpu_of
+from gated_delta.problem import UnsupportedProblem
 
 Call = tuple[str, dict[str, Any]]
 """An operation and its arguments."""

@@ -7,16 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gated_delta.integrations import (
-    card_check,
-    sglang_cuts,
-    sglang_graphs,
-    sglang_kernels,
-    sglang_norm,
-    start,
-)
-from gated_delta.integrations import sglang_common as common
-from gated_delta.problem import Gate, GatedNorm, KVBuffer
+from gated_delta.integrations.checks import gate_of
+from gated_delta.integrations.engine import card_check, load
+from gated_delta.integrations.sglang import cuts, graphs, kernels, norm, process
+from gated_delta.problem import GatedNorm, KVBuffer
 
 
 class Layer(NamedTuple):
@@ -45,11 +39,7 @@ class Layer(NamedTuple):
             q=new(1, T, self.H, self.K), k=new(1, T, self.H, self.K), v=new(1, T, self.HV, self.V)
         )
         weights = new(self.HV, dtype=fp32), new(self.HV, *channels, dtype=fp32)
-        gate = (
-            Gate.softplus(*weights)
-            if self.lower_bound is None
-            else Gate.lower_bound(*weights, self.lower_bound)
-        )
+        gate = gate_of(*weights, self.lower_bound)
         g, beta = new(1, T, self.HV, *channels), new(1, T, self.HV)
         return qkv | dict(g=g, beta=beta, beta_logits=True, gate=gate)
 
@@ -61,7 +51,7 @@ class Layer(NamedTuple):
         drafts: int = 0,
         ring: KVBuffer | None = None,
         tree: bool = False,
-    ) -> dict[str, list[start.Call]]:
+    ) -> dict[str, list[load.Call]]:
         """Calls on this pool of states, by mode.
 
         tracked: prefill also keeps states inside a prompt. scratch: of the engine, for `drafts`
@@ -74,16 +64,16 @@ class Layer(NamedTuple):
             return torch.tensor([0, T], dtype=torch.int32, device=device)
 
         pool = dict(
-            state=state, state_indices=zero, null_index=0, backend=common.backend_for(state)
+            state=state, state_indices=zero, null_index=0, backend=process.backend_for(state)
         )
-        prompt = self.tokens(common.CHUNK, device) | pool
-        prompt |= dict(cu_seqlens=bounds(common.CHUNK), deterministic=common.process.deterministic)
+        prompt = self.tokens(process.CHUNK, device) | pool
+        prompt |= dict(cu_seqlens=bounds(process.CHUNK), deterministic=process.state.deterministic)
         decode = self.tokens(1, device) | pool
         if self.norm:
             weight = torch.ones(self.V, dtype=self.dtype, device=device)
             decode |= dict(z=decode["v"], norm=GatedNorm(weight))
         calls = dict(decode=[("decode", decode)], prefill=[("prefill", prompt)])
-        if ring and not sglang_kernels.ring_lacks(ring):
+        if ring and not kernels.ring_lacks(ring):
             rows = dict(buffer=ring, buffer_indices=zero, buffer_lens=zero)
             calls["decode"] = [("decode", decode | rows)]
         if tracked:
@@ -117,8 +107,8 @@ def check(_: None, backend: Any, runner: Any, *__: Any, **___: Any) -> None:
     from sglang.srt.runtime_context import get_exec, max_speculative_num_draft_tokens
 
     warn_of_forks()
-    common.process.deterministic = get_exec().deterministic.enable_deterministic_inference
-    common.process.trees = common.trees()
+    process.state.deterministic = get_exec().deterministic.enable_deterministic_inference
+    process.state.trees = process.trees()
     kind = "KDA" if "KDA" in type(backend).__name__ else "GDN"
     drafts = max_speculative_num_draft_tokens() or 0
     layer_ids: dict[Layer, int] = {}  # the last layer of each kind
@@ -126,10 +116,10 @@ def check(_: None, backend: Any, runner: Any, *__: Any, **___: Any) -> None:
     modules = [x for x in model.modules() if hasattr(x, "attn")] if model is not None else []
     modules = [module for module in modules if isinstance(module.attn, RadixLinearAttention)]
     for module in modules:
-        attn, norm = module.attn, sglang_norm.gate_of(module) is not None
+        attn, fused = module.attn, norm.gate_of(module) is not None
         heads = attn.num_k_heads, attn.num_v_heads, attn.head_k_dim, attn.head_v_dim
-        layer_ids[Layer(kind, *heads, runner.dtype, attn.lower_bound, norm)] = attn.layer_id
-    ours: list[start.Call] = []
+        layer_ids[Layer(kind, *heads, runner.dtype, attn.lower_bound, fused)] = attn.layer_id
+    ours: list[load.Call] = []
     for layer, layer_id in layer_ids.items():
         caches = runner.req_to_token_pool.mamba2_layer_cache(layer_id)
         scratch = getattr(caches, "intermediate_ssm", None)
@@ -137,50 +127,41 @@ def check(_: None, backend: Any, runner: Any, *__: Any, **___: Any) -> None:
         ring = None
         if get_exec().mamba.enable_linear_replayssm:
             given = {f"replayssm_{x}": getattr(caches, f"replayssm_{x}") for x in "dkg"}
-            ring = sglang_kernels.ring_of(given | dict(lower_bound=layer.lower_bound))
-        by_mode = layer.calls(caches.temporal, tracked, scratch, drafts, ring, common.process.trees)
-        for mode in sorted(common.chosen() & by_mode.keys()):
+            ring = kernels.ring_of(given | dict(lower_bound=layer.lower_bound))
+        by_mode = layer.calls(caches.temporal, tracked, scratch, drafts, ring, process.state.trees)
+        for mode in sorted(process.chosen() & by_mode.keys()):
             calls = by_mode[mode]
-            refused = start.refused(calls) or card_check.failing(calls, common.LOG)
+            refused = load.refused(calls) or card_check.failing(calls, process.LOG)
             if refused:
-                reasons = common.process.left[kind, mode] = "; ".join(refused.values())
-                common.LOG.warning(
-                    "gated_delta leaves %s %s to the engine's kernel; ours needs %s",
-                    kind,
-                    mode,
-                    reasons,
+                why = process.state.left[kind, mode] = "; ".join(refused.values())
+                process.LOG.warning(
+                    f"gated_delta leaves {kind} {mode} to the engine's kernel; ours needs {why}"
                 )
             else:
                 ours += calls
-    served = {mode for mode in common.chosen() if (kind, mode) not in common.process.left}
+    served = {mode for mode in process.chosen() if (kind, mode) not in process.state.left}
     if kind == "GDN" and "prefill" in served:
-        sglang_kernels.skip_preparation(backend)
+        kernels.skip_preparation(backend)
         if all(module.attn.activation == "silu" for module in modules):
-            sglang_graphs.allow(backend)
+            graphs.allow(backend)
     elif "prefill" in served:
-        sglang_graphs.limit(backend)
-    if common.process.deterministic and "prefill" in served:
-        sglang_cuts.align()
+        graphs.limit(backend)
+    if process.state.deterministic and "prefill" in served:
+        cuts.align()
     for module in modules if "decode" in served else ():
-        sglang_norm.hook(module)
+        norm.hook(module)
     if ours:  # all modes at once, so that an error names every missing kernel
-        start.load(ours, ours[0][1]["state"].device)
+        load.load(ours, ours[0][1]["state"].device)
 
 
 def warn_of_forks() -> None:
-    """Warns of n-gram drafts of breadth 1 with more than 2 tokens.
-
-    They may fork from the third token on. The engine does not pass this on to its linear layers.
-    """
+    """Warns of n-gram drafts of breadth 1 that may fork: the engine's linear layers do not know."""
     from sglang.srt.runtime_context import get_spec
 
     spec = get_spec()
-    if (
-        spec.speculative_algorithm == "NGRAM"
-        and spec.speculative_eagle_topk == 1
-        and spec.speculative_num_draft_tokens > 2
-    ):
-        common.LOG.warning(
+    lines = (spec.speculative_algorithm, spec.speculative_eagle_topk) == ("NGRAM", 1)
+    if lines and spec.speculative_num_draft_tokens > process.RELEASE.plain_ngrams:
+        process.LOG.warning(
             "gated_delta: SGLang takes n-gram drafts of breadth 1, which may fork, for lines: "
             "its tokens may be wrong"
         )

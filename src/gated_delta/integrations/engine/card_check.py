@@ -112,7 +112,7 @@ def judge(
 ) -> tuple[Verdicts, str]:
     """Verdicts of the cases up to a crash or TIMEOUT, from a process of their own; and how it
     ended."""
-    root = str(Path(__file__).parents[2])
+    root = str(Path(__file__).parents[3])
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-m", __name__]
     request = pickle.dumps((list(cases), str(device), backend))

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from gated_delta.integrations import sglang_common as common
+from gated_delta.integrations.sglang import process
 
 _POLICY = "sglang.srt.managers.schedule_policy"
 
@@ -22,10 +22,10 @@ def align() -> None:
     from sglang.srt.runtime_context import get_exec, get_memory, get_schedule
 
     grid, adder = f"{_POLICY}.mamba_prefill_chunk_grid", f"{_POLICY}.PrefillAdder"
-    common.hook({grid: _grid, f"{adder}.floor_chunked_tokens": _floored}, "AFTER")
-    common.hook({f"{adder}.add_one_req_ignore_eos": _admit}, "AROUND")
-    common.LOG.info(
-        "gated_delta has prompts cut at multiples of %d tokens, for equal bits", common.CHUNK
+    process.hook({grid: _grid, f"{adder}.floor_chunked_tokens": _floored}, "AFTER")
+    process.hook({f"{adder}.add_one_req_ignore_eos": _admit}, "AROUND")
+    process.LOG.info(
+        "gated_delta has prompts cut at multiples of %d tokens, for equal bits", process.CHUNK
     )
     mamba, off = get_exec().mamba, []
     if not get_memory().disable_radix_cache and not mamba.enable_mamba_extra_buffer:
@@ -33,11 +33,11 @@ def align() -> None:
     if get_schedule().enable_mixed_chunk:
         off.append("decodes beside prompts, which --enable-mixed-chunk allows")
     if off:
-        common.LOG.warning("gated_delta: bits depend on %s", "; ".join(off))
+        process.LOG.warning("gated_delta: bits depend on %s", "; ".join(off))
 
 
 def _grid(tokens: int) -> int:
-    return math.lcm(tokens, common.CHUNK) if common.process.deterministic else tokens
+    return math.lcm(tokens, process.CHUNK) if process.state.deterministic else tokens
 
 
 def _admit(original: Callable[..., Any], batch: Any, request: Any) -> Any:
@@ -45,7 +45,7 @@ def _admit(original: Callable[..., Any], batch: Any, request: Any) -> Any:
     from sglang.srt.managers.schedule_policy import AddReqResult
 
     room, rest = batch.rem_chunk_tokens, len(request.full_untruncated_fill_ids) - request.prefix_len
-    grid = batch.mamba_chunk_grid if common.process.deterministic else 0
+    grid = batch.mamba_chunk_grid if process.state.deterministic else 0
     if batch.can_run_list and room is not None and room < min(rest, grid):
         return AddReqResult.OTHER
     return original(batch, request)
@@ -53,13 +53,13 @@ def _admit(original: Callable[..., Any], batch: Any, request: Any) -> Any:
 
 def _floored(tokens: int, _: Any, __: int, remaining: int) -> None:
     """The engine leaves a cut where it is if the batch has room for less than the grid's step."""
-    if tokens < remaining and tokens % common.CHUNK and common.process.deterministic:
+    if tokens < remaining and tokens % process.CHUNK and process.state.deterministic:
         _warn_of_a_cut()
 
 
 @functools.cache
 def _warn_of_a_cut() -> None:
-    common.LOG.warning(
+    process.LOG.warning(
         "gated_delta: a batch had room for less than %d tokens of a prompt, so its bits differ",
-        common.CHUNK,
+        process.CHUNK,
     )

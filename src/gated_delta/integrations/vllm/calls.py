@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gated_delta.integrations import start
 from gated_delta.integrations.checks import layer_gate
+from gated_delta.integrations.engine import load
 from gated_delta.problem import MAX_DRAFT, Gate, GatedNorm, KVBuffer
 
 
@@ -91,7 +91,7 @@ class Recurrence:
         options: dict[str, Any] = dict(gate=gate, num_layers=num_layers, device=device)
         return KVBuffer.empty(rows, self.ring or 1 + self.num_spec, H, HV, K, V, **options)
 
-    def calls(self, pool: Tensor, tokens: int) -> list[start.Call]:
+    def calls(self, pool: Tensor, tokens: int) -> list[load.Call]:
         """Calls like those of batches, on that pool: a prefill of `tokens`, a decode, drafts."""
         (H, HV, V, K), W = self.sizes, 1 + self.num_spec
         gate = self._gate(
@@ -106,7 +106,7 @@ class Recurrence:
         prefill = slots | dict(has_initial_state=one.bool(), cu_seqlens=cu_seqlens * tokens)
         prefill |= dict(deterministic=self.deterministic)
         decode = slots
-        folds: list[start.Call] = []
+        folds: list[load.Call] = []
         if self.buffered or self.ring:
             buffer = slots | dict(buffer=self.kvbuffer or self.buffer(2, pool.device))
             options = dict(null_index=self.null_index, backend=self.backend)
@@ -123,7 +123,7 @@ class Recurrence:
             checkpoints = dict(checkpoint_lens=-one[:, None], checkpoint_indices=one[:, None])
             cases.append(("prefill", tokens, prefill | checkpoints))
 
-        def call(op: str, n: int, options: dict[str, Any]) -> start.Call:
+        def call(op: str, n: int, options: dict[str, Any]) -> load.Call:
             inputs = [x[:n] for x in rows[: 3 if op == "prefill" else 4]]
             return op, self._arguments(inputs, pool, "cu_seqlens" in options, gate) | options
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from vllm.model_executor.layers.mamba.ops import causal_conv1d
 
 from gated_delta import api
-from gated_delta.integrations import card_check, start
-from gated_delta.integrations.vllm_calls import too_many
-from gated_delta.integrations.vllm_common import logger, platform
+from gated_delta.integrations.engine import card_check, load
+from gated_delta.integrations.vllm.calls import too_many
+from gated_delta.integrations.vllm.process import logger, platform
 from gated_delta.problem import MAX_DRAFT
 
 DEVICE = platform()
@@ -46,7 +46,7 @@ def missing(layer: Any, pool: Tensor, left: Collection[str]) -> dict[str, str]:
     left: operations that vLLM runs anyway; they are not checked on the card.
     """
     all_calls = layer.calls(pool, 64)
-    refused = start.refused(all_calls)
+    refused = load.refused(all_calls)
     ours = [call for call in all_calls if call[0] not in {*left, *refused}]
     return refused | card_check.failing(ours, logger())
 
@@ -57,13 +57,13 @@ def small_pool(layer: Any) -> Tensor:
 
 
 @torch.no_grad()
-def load(layer: Any, pool: Tensor) -> None:
+def load_kernels(layer: Any, pool: Tensor) -> None:
     """Loads or compiles the kernels that serving launches on that pool of states.
 
     Raises UnsupportedProblem if kernels are missing and cannot be compiled, or may not be.
     """
-    ours = [call for call in layer.calls(pool, 64) if call[0] not in layer.tally.refused]
-    start.load(ours, pool.device)
+    ours = [call for call in layer.calls(pool, 64) if call[0] not in layer.refused]
+    load.load(ours, pool.device)
 
 
 def profile(layer: Any, tokens: int) -> None:
@@ -72,7 +72,7 @@ def profile(layer: Any, tokens: int) -> None:
     vLLM has no pool of states then. Loads all kernels before, so that an error names them all.
     """
     layer.profiled, pool = True, small_pool(layer)
-    load(layer, pool)
+    load_kernels(layer, pool)
     if BACKEND == "cute":
         _, arguments = layer.calls(pool, max(tokens, MAX_DRAFT))[0]
         api.prefill(**arguments)

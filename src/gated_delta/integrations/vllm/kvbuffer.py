@@ -3,7 +3,7 @@
 GATED_DELTA_VLLM_KVBUFFER=1: `verify` fills a buffer with drafts, `flush` folds the accepted ones
 after sampling. By default vLLM keeps a block with a whole state for each draft token of each
 request. GATED_DELTA_VLLM_RING=1: decode with a buffer. Its rows lie in vLLM's pages, behind the
-states, so a row belongs to the slot that it completes. Imports vLLM; vllm_layers.py imports it.
+states, so a row belongs to the slot that it completes. Imports vLLM; layers.py imports it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -23,10 +22,11 @@ from vllm.v1.attention.backends.gdn_attn import GDNAttentionBackend, GDNAttentio
 
 from gated_delta import api
 from gated_delta.compile import flag
-from gated_delta.integrations import start
-from gated_delta.integrations import vllm_common as common
-from gated_delta.integrations.vllm_start import DEVICE
+from gated_delta.integrations.engine import load
+from gated_delta.integrations.vllm import process
+from gated_delta.integrations.vllm.start import DEVICE
 from gated_delta.problem import MAX_BUFFER, KVBuffer
+from gated_delta.replaced import replaced
 
 DRAFTS, RING = "GATED_DELTA_VLLM_KVBUFFER", "GATED_DELTA_VLLM_RING"
 
@@ -139,10 +139,10 @@ def lacks(layer: Any, backend: Any, vllm_config: Any) -> list[str]:
 
     backend: vLLM's attention backend for it.
     """
-    reasons = "; ".join(dict.fromkeys(layer.tally.refused.values()))
+    reasons = "; ".join(dict.fromkeys(layer.refused.values()))
     parallel = vllm_config.parallel_config
     missing = {
-        f"every operation on gated_delta, whose kernels lack {reasons}": bool(layer.tally.refused),
+        f"every operation on gated_delta, whose kernels lack {reasons}": bool(layer.refused),
         # Where a cached prefix ends vLLM copies a state: an accepted token's, or without its row.
         "--no-enable-prefix-caching": vllm_config.cache_config.mamba_cache_mode != "none",
         "--pipeline-parallel-size 1": parallel.pipeline_parallel_size > 1,
@@ -198,11 +198,11 @@ def widen_pages() -> None:
     align, spec_of = Platform._align_hybrid_block_size.__func__, kv_cache_interface.MambaSpec
 
     def widened(**fields: Any) -> Any:
-        layer = next((x for x in common.layers if x.ring), None)
+        layer = next((x for x in process.layers if x.ring), None)
         return with_rows(layer, spec_of(**fields)) if layer else spec_of(**fields)
 
     def hooked(platform: Any, *args: Any) -> None:
-        with mock.patch.object(kv_cache_interface, "MambaSpec", widened):
+        with replaced(kv_cache_interface, "MambaSpec", widened):
             align(platform, *args)
 
     Platform._align_hybrid_block_size = classmethod(hooked)
@@ -214,7 +214,7 @@ def allocate(rows: int) -> None:
 
     So `flush` can take several layers in one call.
     """
-    layers = [x for x in common.in_order() if x.buffered and x.kvbuffer is None]
+    layers = [x for x in process.in_order() if x.buffered and x.kvbuffer is None]
     for _, group in itertools.groupby(layers, key=lambda x: (x.channels, x.sizes)):
         alike = list(group)
         buffer = alike[0].buffer(rows, DEVICE, num_layers=len(alike))
@@ -223,7 +223,7 @@ def allocate(rows: int) -> None:
         _, HV, V, K = alike[0].sizes
         state = HV * V * K * alike[0].get_state_dtype()[1].itemsize
         states = len(alike) * rows * alike[0].num_spec * state
-        common.logger().info(start.drafts_line(buffer.nbytes, states))
+        process.logger().info(load.drafts_line(buffer.nbytes, states))
 
 
 def runner_of(v2: bool) -> tuple[Any, str]:
@@ -248,7 +248,7 @@ def fold_after_sampling(v2: bool) -> None:
         original(self, first, second, *rest)
         # The first version keeps the counts, the second gets them.
         sampled = second if v2 else self.num_accepted_tokens.gpu[: len(first)]
-        for builder in {layer.builder for layer in common.layers if layer.builder}:
+        for builder in {layer.builder for layer in process.layers if layer.builder}:
             builder.fold(sampled)
 
     setattr(runner, name, hooked)

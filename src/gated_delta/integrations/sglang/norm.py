@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from gated_delta.integrations import sglang_common as common
+from gated_delta.integrations.sglang import process
 from gated_delta.ops.launch import MAX_NORM
 from gated_delta.problem import GatedNorm
 
@@ -74,10 +74,10 @@ def gate_of(layer: Any) -> Gate | None:
 def hook(layer: Any) -> None:
     """Hooks a layer's norm and the projection of its gate, once, if decode can include the norm."""
     gate = gate_of(layer)
-    if gate is None or layer.attn.A_log in common.process.norms:
+    if gate is None or layer.attn.A_log in process.state.norms:
         return
     HV, V, norm = layer.attn.num_v_heads, layer.attn.head_v_dim, getattr(layer, gate.norm)
-    fused = common.process.norms[layer.attn.A_log] = FusedNorm(norm)
+    fused = process.state.norms[layer.attn.A_log] = FusedNorm(norm)
 
     def projected(method: Callable[..., Any], *inputs: Any) -> Any:
         results = method(*inputs)

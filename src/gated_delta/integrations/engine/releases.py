@@ -19,20 +19,38 @@ from pathlib import Path
 from typing import NamedTuple
 
 from gated_delta.compile import read_code
+from gated_delta.problem import MAX_DRAFT
 
 _DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+class Served(NamedTuple):
+    """How a release serves a model.
+
+    states: where their dtype is from by default, first the "config", if it names one, else that of
+    the "inputs" or "fp32". fuses_norm: decode includes the gated norm, in vLLM for GDN in bf16
+    alone. own_decode: value heads on a GPU for which the engine's decode has a kernel of its own.
+    """
+
+    states: str
+    fuses_norm: bool = False
+    own_decode: tuple[int, ...] = ()
 
 
 class Release(NamedTuple):
     """A release of an engine that a plug-in was tested with.
 
     package: the engine's. version: a prefix; later patch and post releases have it too. code: the
-    digests of the functions and classes that the plug-in depends on, by file and name.
+    digests of the functions and classes that the plug-in depends on, by file and name. models: by
+    the config's model_type. plain_ngrams: draft tokens up to which n-gram drafts of breadth 1 do
+    not fork.
     """
 
     package: str
     version: str
     code: Mapping[str, Mapping[str, str]]
+    models: Mapping[str, Served] = {}
+    plain_ngrams: int = MAX_DRAFT
 
     def refusal(self, version: str) -> str | None:
         """Why this version of the engine keeps its own kernels; None if it is served.
@@ -94,6 +112,14 @@ def digest(text: str, name: str) -> str | None:
     code, _ = read_code("".join(["if True:\n" * lines[0][0].isspace(), *lines]))
     return hashlib.sha256(code.encode()).hexdigest()[:8]
 
+
+def _models(rows: Mapping[str, Served]) -> dict[str, Served]:
+    return {kind: served for kinds, served in rows.items() for kind in kinds.split()}
+
+
+_QWEN3_5 = "qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text qwen4_exp qwen4_exp_text"
+_INTERN = "intern_s2_preview interns2_mobius interns2_mobius_text"
+_KDA = "kimi_linear glm5_next glm5_next_text bailing_hybrid bailing_moe_v3_vl"
 
 SGLANG = Release(
     "sglang",
@@ -183,6 +209,15 @@ SGLANG = Release(
         },
         "srt/speculative/spec_utils.py": {"commit_mamba_states_after_verify": "73b35901"},
     },
+    _models(
+        {
+            "qwen3_next gigachat3_5": Served("config or fp32"),
+            f"{_QWEN3_5} {_INTERN}": Served("config or fp32", fuses_norm=True),
+            _KDA: Served("fp32", fuses_norm=True),
+            "kimi_k3": Served("fp32", own_decode=(12,)),
+        }
+    ),
+    plain_ngrams=2,
 )
 
 _VLLM_SHARED = {
@@ -208,6 +243,14 @@ _VLLM_SHARED = {
     },
 }
 """Code that is the same in each of vLLM's releases below."""
+_VLLM_MODELS = _models(
+    {
+        "qwen3_next olmo_hybrid": Served("inputs"),
+        _QWEN3_5: Served("config or inputs", fuses_norm=True),
+        _INTERN: Served("inputs", fuses_norm=True),
+        f"{_KDA} kimi_k3": Served("fp32", fuses_norm=True),
+    }
+)
 
 VLLM = {
     "cuda": Release(
@@ -252,6 +295,7 @@ VLLM = {
                 "Scheduler.schedule": "4da54307",
             },
         },
+        _VLLM_MODELS,
     ),
     "cpu": Release(
         "vllm",
@@ -291,6 +335,7 @@ VLLM = {
                 "Scheduler.schedule": "f3e5d677",
             },
         },
+        _VLLM_MODELS,
     ),
 }
 """By vLLM's platform."""

@@ -16,30 +16,22 @@ from typing import Any
 
 from gated_delta import __version__
 from gated_delta.compile import flag
-from gated_delta.integrations import sglang_common as common
-from gated_delta.integrations import sglang_kvbuffer, sglang_start
 from gated_delta.integrations.checks import in_chunks
-from gated_delta.integrations.sglang_kernels import kernel_class
+from gated_delta.integrations.sglang import kvbuffer, process, start
+from gated_delta.integrations.sglang.kernels import kernel_class
 
 _LINEAR = "sglang.srt.layers.attention.linear."
 _KERNELS = dict(decode="decode_kernel", prefill="extend_kernel", verify="verify_kernel")
 
 
 def report() -> list[str]:
-    """The calls of this process: a line per kind of layer, mode and route, with its Python calls.
+    """The Python calls of this process: a line per kind of layer and mode, as key=value.
 
-    A CUDA graph counts when it is captured. The layers run in the engine's scheduler processes;
-    their log has each line when it is new.
+    Ours, those on the engine's own kernels, and why. A CUDA graph counts when it is captured. The
+    layers run in the engine's scheduler processes; their log has a line when a count reaches 1, 10,
+    100, ...
     """
-    return common.process.report()
-
-
-def health() -> list[str]:
-    """The same calls, a line per kind of layer and mode, as key=value for a log scraper.
-
-    The log has a line when a count reaches 1, 10, 100, ...
-    """
-    return common.process.health.lines()
+    return process.state.calls.lines()
 
 
 def register() -> None:
@@ -51,14 +43,14 @@ def register() -> None:
     from sglang.srt.arg_groups import choices
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    if common.NAME in choices.LINEAR_ATTN_KERNEL_BACKEND_CHOICES:
+    if process.NAME in choices.LINEAR_ATTN_KERNEL_BACKEND_CHOICES:
         return
-    choices.add_linear_attn_kernel_backend_choices([common.NAME])
+    choices.add_linear_attn_kernel_backend_choices([process.NAME])
     from sglang.srt.server_args import ServerArgs
 
-    (verify,) = ServerArgs.__annotations__[common.FLAGS["verify"]].__metadata__
-    if common.NAME not in verify.choices:  # a copy of the list, made when its module was imported
-        verify.choices.append(common.NAME)
+    (verify,) = ServerArgs.__annotations__[process.FLAGS["verify"]].__metadata__
+    if process.NAME not in verify.choices:  # a copy of the list, made when its module was imported
+        verify.choices.append(process.NAME)
     HookRegistry.register(
         "sglang.srt.server_args.ServerArgs.resolve_once", _before_choices, HookType.BEFORE
     )
@@ -71,14 +63,14 @@ def register() -> None:
         HookType.AROUND,
     )
     if in_kvbuffer:
-        sglang_kvbuffer.register()
+        kvbuffer.register()
 
 
 def _before_choices(server_args: Any) -> None:
     """Unsets our flags in a release that the plug-in does not serve, before the engine chooses."""
-    flags = ("linear_attn_backend", *common.FLAGS.values())
-    ours = [flag for flag in flags if getattr(server_args, flag) == common.NAME]
-    if ours and not common.supported():
+    flags = ("linear_attn_backend", *process.FLAGS.values())
+    ours = [flag for flag in flags if getattr(server_args, flag) == process.NAME]
+    if ours and not process.supported():
         defaults = inspect.signature(type(server_args)).parameters
         for flag in ours:
             setattr(server_args, flag, defaults[flag].default)
@@ -90,41 +82,37 @@ def _allow_ring(resolve: Callable[[Any], None], server_args: Any) -> None:
 
     view = overrides.resolving_view(server_args)
     decode = view.linear_attn_decode_backend or view.linear_attn_backend
-    ring = decode == common.NAME and view.enable_linear_replayssm
+    ring = decode == process.NAME and view.enable_linear_replayssm
     if ring:
-        overrides.declare_resolution(server_args, common.NAME, linear_attn_decode_backend="triton")
+        overrides.declare_resolution(server_args, process.NAME, linear_attn_decode_backend="triton")
     resolve(server_args)
     if ring:
         overrides.declare_resolution(
-            server_args, common.NAME, linear_attn_decode_backend=common.NAME
+            server_args, process.NAME, linear_attn_decode_backend=process.NAME
         )
 
 
 def _after_resolve(backends: Any, *_: Any, **__: Any) -> Any:
     """Resolves our modes to Triton, and hooks into the dispatchers, to put our kernels there."""
-    if not (modes := common.chosen()):
+    if not (modes := process.chosen()):
         return None
     from sglang.srt.layers.attention.linear.utils import LinearAttnKernelBackend
 
-    if common.supported():  # else this release has no `resolve_once`, which unsets the flags
+    if process.supported():  # else this release has no `resolve_once`, which unsets the flags
         hooks: dict[str, Any] = {}
         if "decode" in modes:
             base = "sglang.srt.layers.attention.hybrid_linear_attn_backend.MambaAttnBackendBase"
-            hooks |= dict.fromkeys(
-                (f"{base}._forward_metadata", f"{base}._replay_metadata"), _mark_forced_folds
-            )
+            hooks |= {f"{base}.{x}_metadata": _mark_forced_folds for x in ("_forward", "_replay")}
         for layers in ("GDN", "KDA"):
             module = f"{_LINEAR}{layers.lower()}_backend.{layers}"
             hooks |= {
                 f"{module}KernelDispatcher.__init__": _fill_dispatcher,
-                f"{module}AttnBackend.__init__": sglang_start.check,
+                f"{module}AttnBackend.__init__": start.check,
                 f"{module}AttnBackend.init_forward_metadata": _record_longest,
             }
-        common.hook(hooks, "AFTER")
-    triton = LinearAttnKernelBackend.TRITON
-    return type(backends)(
-        **{mode: triton if mode in modes else getattr(backends, mode) for mode in common.FLAGS}
-    )
+        process.hook(hooks, "AFTER")
+    ours = dict.fromkeys(modes, LinearAttnKernelBackend.TRITON)
+    return type(backends)(**{x: ours.get(x, getattr(backends, x)) for x in process.FLAGS})
 
 
 def _mark_forced_folds(batch: Any, *_: Any, **__: Any) -> None:
@@ -138,12 +126,8 @@ def _fill_dispatcher(_: None, dispatcher: Any, *__: Any, **___: Any) -> None:
     from sglang.srt.runtime_context import get_exec
     from sglang.srt.utils.common import rank0_log
 
-    triton = (
-        dispatcher.triton_kernel
-        if hasattr(dispatcher, "triton_kernel")
-        else dispatcher.tree_verify_kernel
-    )
-    ours, modes = kernel_class(type(triton))(), common.chosen()
+    triton = getattr(dispatcher, "triton_kernel", None) or dispatcher.tree_verify_kernel
+    ours, modes = kernel_class(type(triton))(), process.chosen()
     for mode in modes:
         setattr(dispatcher, _KERNELS[mode], ours)
     if "verify" in modes and hasattr(dispatcher, "tree_verify_kernel"):
@@ -171,4 +155,4 @@ def _record_longest(_: None, backend: Any, batch: Any, *__: Any, **___: Any) -> 
         return
     several = lengths is not None and len(lengths) == len(bounds) - 1 > 1
     # None too: the engine may describe another batch by the same tensor.
-    common.process.max_seqlen[bounds] = in_chunks(int(max(lengths))) if several else None
+    process.state.max_seqlen[bounds] = in_chunks(int(max(lengths))) if several else None

@@ -33,11 +33,10 @@ from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 
 from gated_delta import __version__, api
 from gated_delta.compile import flag
-from gated_delta.integrations import vllm_common as common
-from gated_delta.integrations import vllm_cuts, vllm_kvbuffer, vllm_start
 from gated_delta.integrations.checks import in_chunks
-from gated_delta.integrations.vllm_calls import Recurrence
-from gated_delta.integrations.vllm_start import BACKEND, DEVICE
+from gated_delta.integrations.vllm import cuts, kvbuffer, process, start
+from gated_delta.integrations.vllm.calls import Recurrence
+from gated_delta.integrations.vllm.start import BACKEND, DEVICE
 from gated_delta.ops.launch import MAX_NORM
 from gated_delta.problem import CHECKPOINT_INTERVAL
 
@@ -57,34 +56,35 @@ class Core(Recurrence, abstract.MambaBase):
         HV, V, K = self.get_state_shape()[1]
         self.sizes = self._key_heads(), HV, V, K
         self.vllm_config = vllm_config
-        self.tally, self.profiled = common.Tally(), False
+        self.refused: dict[str, str] = {}
+        self.profiled = False
         self.inputs, self.deterministic = self.model_config.dtype, envs.VLLM_BATCH_INVARIANT
         self.fuses_norm = V <= MAX_NORM and self._passes_gate()
         align = vllm_config.cache_config.mamba_cache_mode == "align"
         self.aligned = align and hasattr(abstract, GRID)
-        left = vllm_start.left_to_vllm(vllm_config, self.num_spec)
+        left = start.left_to_vllm(vllm_config, self.num_spec)
         self.rows = vllm_config.scheduler_config.max_num_seqs
         self.builder: Any = None
-        self.buffered = flag(vllm_kvbuffer.DRAFTS, False) and self.num_spec > 0 and not left
-        self.ring = vllm_kvbuffer.ring_tokens(vllm_config) if "prefill" not in left else 0
-        self._refuse(vllm_start.missing(self, vllm_start.small_pool(self), left) | left)
-        common.layers.add(self)
-        routes = "; ".join(f"{op}: {self.tally.route(op)}" for op in ("decode", "prefill"))
-        common.logger().info_once(
-            f"gated_delta {__version__}, backend {BACKEND}, in {self.name}: {routes}"
+        self.buffered = flag(kvbuffer.DRAFTS, False) and self.num_spec > 0 and not left
+        self.ring = kvbuffer.ring_tokens(vllm_config) if "prefill" not in left else 0
+        self._refuse(start.missing(self, start.small_pool(self), left) | left)
+        process.layers.add(self)
+        where = "decode: {}; prefill: {}".format(*process.routes(self))
+        process.logger().info_once(
+            f"gated_delta {__version__}, backend {BACKEND}, in {self.name}: {where}"
         )
         if self.buffered or self.ring:
-            missing = vllm_kvbuffer.lacks(self, super().get_attn_backend(), vllm_config)
+            missing = kvbuffer.lacks(self, super().get_attn_backend(), vllm_config)
             if missing:
-                switch = vllm_kvbuffer.RING if self.ring else vllm_kvbuffer.DRAFTS
+                switch = kvbuffer.RING if self.ring else kvbuffer.DRAFTS
                 raise RuntimeError(f"{switch}=1: {self.prefix} needs {'; '.join(missing)}")
         if self.buffered:
-            vllm_kvbuffer.fold_after_sampling(vllm_config.use_v2_model_runner)
+            kvbuffer.fold_after_sampling(vllm_config.use_v2_model_runner)
         if self.ring:
-            vllm_kvbuffer.widen_pages()
+            kvbuffer.widen_pages()
             row = self.buffer(1, "meta").nbytes / 2**10
             state = HV * V * K * self.get_state_dtype()[1].itemsize / 2**10
-            common.logger().info_once(
+            process.logger().info_once(
                 f"gated_delta keeps up to {self.ring} tokens of a sequence beside its state, in "
                 f"{row:.1f} KiB beside {state:.1f} KiB a layer"
             )
@@ -92,41 +92,40 @@ class Core(Recurrence, abstract.MambaBase):
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
         super().bind_kv_cache(kv_cache)
         if self.ring:
-            self.kvbuffer = vllm_kvbuffer.rows_of(self, kv_cache)
+            self.kvbuffer = kvbuffer.rows_of(self, kv_cache)
         exported = self._exports()
-        self._refuse(vllm_start.missing(self, self.kv_cache[1], self.tally.refused))
+        self._refuse(start.missing(self, self.kv_cache[1], self.refused))
         in_kvbuffer = self.buffered or self.ring
-        if (exported and not self._exports()) or (in_kvbuffer and self.tally.refused):
+        if (exported and not self._exports()) or (in_kvbuffer and self.refused):
             # vLLM's blocks are for our kernels by now: some for checkpoints, none for drafts.
             raise RuntimeError(
-                f"gated_delta cannot run {self.prefix} on vLLM's cache as it lies: "
-                f"{self.tally.refused}"
+                f"gated_delta cannot run {self.prefix} on vLLM's cache as it lies: {self.refused}"
             )
         if self.buffered:
-            vllm_kvbuffer.allocate(self.rows)
-        vllm_start.load(self, self.kv_cache[1])
+            kvbuffer.allocate(self.rows)
+        start.load_kernels(self, self.kv_cache[1])
 
     def _exports(self) -> bool:
         """Whether prefills keep the states at the ends of cached prefixes.
 
         If vLLM's kernels may get a batch, they must keep them too, as FlashInfer's do.
         """
-        refused = self.tally.refused
+        refused = self.refused
         ours = self.aligned and "prefill" not in refused
         return ours and (not refused or super().get_prefill_checkpoint_alignment() is not None)
 
     def get_prefill_checkpoint_alignment(self) -> int | None:
-        return (
-            CHECKPOINT_INTERVAL if self._exports() else super().get_prefill_checkpoint_alignment()
-        )
+        if self._exports():
+            return CHECKPOINT_INTERVAL
+        return super().get_prefill_checkpoint_alignment()
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
         spec = super().get_kv_cache_spec(vllm_config)
         if self.buffered:
             spec = replace(spec, num_speculative_blocks=0)
         if self.ring:
-            spec = vllm_kvbuffer.with_rows(self, spec)
-        if "prefill" in self.tally.refused:
+            spec = kvbuffer.with_rows(self, spec)
+        if "prefill" in self.refused:
             return spec
         # FlashKDA's layers ask for blocks, which our prefill would not fill.
         none = replace(spec, num_prefill_checkpoint_blocks=0, prefill_checkpoint_alignment=None)
@@ -142,7 +141,7 @@ class Core(Recurrence, abstract.MambaBase):
     def get_attn_backend(self) -> Any:
         if not envs.VLLM_BATCH_INVARIANT:
             ours = self.buffered or self.ring
-            return vllm_kvbuffer.Backend if ours else super().get_attn_backend()
+            return kvbuffer.Backend if ours else super().get_attn_backend()
         if missing := self._lacks_for_invariance():
             raise RuntimeError(f"VLLM_BATCH_INVARIANT=1: {self.prefix} needs {'; '.join(missing)}")
         # MambaBase's raises: vLLM's kernels vary with the batch.
@@ -152,14 +151,14 @@ class Core(Recurrence, abstract.MambaBase):
     def _lacks_for_invariance(self) -> list[str]:
         """What is missing for results whose bits do not depend on the batch."""
         lacks = {
-            "decode and prefill on gated_delta": bool(self.tally.refused),
+            "decode and prefill on gated_delta": bool(self.refused),
             "no draft tokens": self.num_spec > 0,
-            f"{vllm_kvbuffer.RING}=0": self.ring > 0,
+            f"{kvbuffer.RING}=0": self.ring > 0,
             "--mamba-ssm-cache-dtype float32": self.get_state_dtype()[1] != torch.float32,
         }
         config = self.vllm_config
-        cuts = vllm_cuts.lacks(config, config.cache_config.prefix_match_unit)
-        return [*(needed for needed, lacking in lacks.items() if lacking), *cuts]
+        of_cuts = cuts.lacks(config, config.cache_config.prefix_match_unit)
+        return [*(needed for needed, lacking in lacks.items() if lacking), *of_cuts]
 
     def _key_heads(self) -> int:
         """H, on this rank."""
@@ -174,7 +173,7 @@ class Core(Recurrence, abstract.MambaBase):
         if reasons and DEVICE == "cpu":
             # vLLM's CPU kernels keep states as [K, V], so it gets both operations or none.
             reasons = dict.fromkeys(("decode", "prefill"), next(iter(reasons.values())))
-        self.tally.refused = reasons | self.tally.refused
+        self.refused = reasons | self.refused
 
     def _run(self, qkv: Tensor, g: Tensor, beta: Tensor, out: Tensor, *z: Tensor) -> bool:
         """Runs the core on this batch. False: vLLM has to.
@@ -183,32 +182,29 @@ class Core(Recurrence, abstract.MambaBase):
         [tokens, HV], logits. z: [tokens, HV, V], the norm's gate. out: [tokens, HV, V], after
         the norm if there is a z; zeros behind the batch's tokens.
         """
-        refused, m = self.tally.refused, self._metadata()
+        refused, m = self.refused, self._metadata()
         self._zero_padding(out)
         if m is None:  # a profile run, before vLLM has a cache
             if "prefill" not in refused and not self.profiled:
                 if self.buffered:
-                    vllm_kvbuffer.allocate(self.rows)
-                vllm_start.profile(self, len(qkv))
+                    kvbuffer.allocate(self.rows)
+                start.profile(self, len(qkv))
             return "prefill" not in refused
         if (m.num_prefills and "prefill" in refused) or (
             m.num_decodes + m.num_spec_decodes and "decode" in refused
         ):
-            self.tally.calls["vLLM"] += 1
             reason = "; ".join(dict.fromkeys(refused.values()))
             counts = dict(decode=m.num_decodes, drafts=m.num_spec_decodes, prefill=m.num_prefills)
             for op in (op for op, count in counts.items() if count):
-                common.health.count(self._family(), op, reason)
+                self._count(op, reason)
             return False
         n, drafts = m.num_actual_tokens, m.num_spec_decodes > 0
         rows, out = [x[:n] for x in (qkv, g, beta, *(z if self.fuses_norm else ()))], out[:n]
         if not drafts or not m.num_prefills + m.num_decodes:
             (self._drafts if drafts else self._others)(m, rows, out)
         else:
-            for run, index in (
-                (self._drafts, m.spec_token_indx),
-                (self._others, m.non_spec_token_indx),
-            ):
+            parts = (self._drafts, m.spec_token_indx), (self._others, m.non_spec_token_indx)
+            for run, index in parts:
                 part = out.new_empty(len(index), *out.shape[1:])
                 run(m, [x.index_select(0, index) for x in rows], part)
                 out.index_copy_(0, index, part)
@@ -308,12 +304,9 @@ class Core(Recurrence, abstract.MambaBase):
         self._count("prefill")
         return x
 
-    def _count(self, op: str) -> None:
-        self.tally.calls[op] += 1
-        common.health.count(self._family(), op)
-
-    def _family(self) -> str:
-        return "KDA" if self.channels else "GDN"
+    def _count(self, op: str, reason: str = "") -> None:
+        """reason: why vLLM runs it; "" if we do."""
+        process.calls.count("KDA" if self.channels else "GDN", op, self.prefix, reason)
 
     def _longest(self, m: Any) -> int | None:
         """max_seqlen of several prefills, if vLLM has their lengths on the host."""
@@ -324,7 +317,7 @@ class Core(Recurrence, abstract.MambaBase):
         return in_chunks(BLOCK * int(blocks.max())) if on_host else None
 
     def _normalise(self, out: Tensor, z: Tensor) -> None:
-        out.copy_(common.norm_on(self._norm(), out.device)(out, z))
+        out.copy_(process.norm_on(self._norm(), out.device)(out, z))
 
     def _normalise_batch(self, out: Tensor, z: Tensor) -> None:
         """After vLLM's recurrence, with rows behind the batch's tokens."""
@@ -372,10 +365,10 @@ class GDN(Core):
 class Qwen(GDN, QwenGatedDeltaNetAttention):
     def _refuse(self, reasons: dict[str, str]) -> None:
         super()._refuse(reasons)
-        if "decode" not in self.tally.refused:
+        if "decode" not in self.refused:
             # Without our norm, vLLM's kernel for drafts with a norm would bypass the core.
             self.enable_fused_gdn_spec_decode = self.fuses_norm
-        if DEVICE == "cpu" and not self.tally.refused:
+        if DEVICE == "cpu" and not self.refused:
             self._forward_method = self.forward_cuda  # it calls the core
 
     def _passes_gate(self) -> bool:
@@ -393,7 +386,7 @@ class Qwen(GDN, QwenGatedDeltaNetAttention):
     def _forward_core_fused_norm_packed(
         self, mixed_qkvz: Tensor, ba: Tensor, core_attn_out: Tensor
     ) -> None:
-        if not self.fuses_norm or "decode" in self.tally.refused:
+        if not self.fuses_norm or "decode" in self.refused:
             super()._forward_core_fused_norm_packed(
                 mixed_qkvz=mixed_qkvz, ba=ba, core_attn_out=core_attn_out
             )
@@ -555,7 +548,7 @@ def replace_later() -> None:
             bases = LATER[name], layer
             PluggableLayer.register_oot(name=name)(type(f"GatedDelta{name}", bases, {}))
         elif name not in op_registry_oot and issubclass(layer, GatedDeltaNetAttention):
-            common.logger().warning_once(
+            process.logger().warning_once(
                 f"gated_delta does not know {name}, which runs on vLLM's kernels"
             )
         return build(layer, *args, **kwargs)

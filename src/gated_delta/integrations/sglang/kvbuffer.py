@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import dataclasses
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
 
 from gated_delta import api
-from gated_delta.integrations import card_check, start
-from gated_delta.integrations import sglang_common as common
-from gated_delta.integrations.sglang_start import Layer
+from gated_delta.integrations.engine import card_check, load
+from gated_delta.integrations.sglang import process
+from gated_delta.integrations.sglang.start import Layer
 from gated_delta.problem import KVBuffer
+from gated_delta.replaced import replaced
 
 _POOLS = "sglang.srt.mem_cache.kv_cache_configurator"
 _COMMIT = (
@@ -61,14 +61,14 @@ def sizes(configurator: Any) -> dict[str, Any] | None:
     """
     from sglang.srt.runtime_context import get_exec, get_memory, max_speculative_num_draft_tokens
 
-    drafts, tree = max_speculative_num_draft_tokens(), common.trees()
-    if drafts is None or "verify" not in common.chosen() or not common.supported():
+    drafts, tree = max_speculative_num_draft_tokens(), process.trees()
+    if drafts is None or "verify" not in process.chosen() or not process.supported():
         return None
     params = (
         configurator.hybrid_gdn_config or configurator.hybrid_kda_config
     ) and configurator.mambaish_config.mamba2_cache_params
     missing = "" if params else "GDN or KDA layers"
-    if unfit := common.drafts_need(drafts, tree, in_kvbuffer=True):
+    if unfit := process.drafts_need(drafts, tree, in_kvbuffer=True):
         missing = unfit
     elif get_memory().enable_unified_memory or get_exec().mamba.enable_linear_replayssm_spec:
         missing = "the engine's plain pool, neither unified memory nor ReplaySSM"
@@ -85,12 +85,12 @@ def sizes(configurator: Any) -> dict[str, Any] | None:
         state = torch.zeros(1, HV, V, K, dtype=params.dtype.temporal, device=configurator.device)
         scratch = KVBuffer.empty(1, **arguments)
         calls = layer.calls(state, scratch=scratch, drafts=drafts, tree=tree)
-        refused = start.refused(calls["verify"]) or card_check.failing(calls["verify"], common.LOG)
+        refused = load.refused(calls["verify"]) or card_check.failing(calls["verify"], process.LOG)
         missing = "; ".join(refused.values())
         if not missing:
             layer_ids = configurator._get_mamba_layer_ids_for_req_pool()
             return arguments | dict(num_layers=len(layer_ids))
-    common.LOG.warning(
+    process.LOG.warning(
         "gated_delta leaves the engine's scratch for drafts as it is; a KVBuffer needs %s", missing
     )
     return None
@@ -107,7 +107,7 @@ def _budget(original: Any, configurator: Any, rest: float) -> float:
     rows = max(1, get_schedule().max_running_requests // configurator.attn_dp_size) + 1
     reserved = KVBuffer.empty(rows, **arguments | dict(device="meta")).nbytes / 2**30
     # As in the engine's prefill-only processes, it reserves no memory for states of drafts.
-    with mock.patch.object(module, "_pd_prefill_skips_mamba_spec_state", return_value=True):
+    with replaced(module, "_pd_prefill_skips_mamba_spec_state", lambda: True):
         return original(configurator, rest - reserved)
 
 
@@ -120,7 +120,7 @@ def _replace(requests: Any, configurator: Any, **_: Any) -> None:
     drafts = Drafts(KVBuffer.empty(scratch.shape[1], **arguments))
     pool.mamba_cache = dataclasses.replace(pool.mamba_cache, intermediate_ssm=drafts)
     pool.mem_usage += (drafts.buffer.nbytes - scratch.nbytes) / 2**30
-    common.LOG.info(start.drafts_line(drafts.buffer.nbytes, scratch.nbytes))
+    process.LOG.info(load.drafts_line(drafts.buffer.nbytes, scratch.nbytes))
 
 
 def keep_path(
@@ -132,7 +132,7 @@ def keep_path(
     """
     pool = getattr(worker.model_runner.req_to_token_pool, "mamba_pool", None)
     drafts = getattr(getattr(pool, "mamba_cache", None), "intermediate_ssm", None)
-    if isinstance(drafts, Drafts) and common.trees() and accept_index.numel():
+    if isinstance(drafts, Drafts) and process.trees() and accept_index.numel():
         requests = torch.arange(len(accept_index), device=accept_index.device)
         drafts.path = accept_index - requests[:, None] * draft_tokens
 
@@ -155,7 +155,7 @@ def commit(
     drafts = caches.intermediate_ssm
     if isinstance(drafts, Drafts):
         path, drafts.path = drafts.path, None
-        if path is None and common.trees():
+        if path is None and process.trees():
             raise RuntimeError(f"expected a call of {_ACCEPTED}, which has the accepted tokens")
 
         def count(steps: Tensor) -> Tensor:
@@ -169,7 +169,7 @@ def commit(
             state_indices=slots,
             buffer_indices=src_indices_raw,
             null_index=0,
-            backend=common.backend_for(slots),
+            backend=process.backend_for(slots),
         )
         if track_slots is not None and track_steps is not None:
             N = len(slots)

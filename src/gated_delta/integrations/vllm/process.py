@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from gated_delta.integrations.health import Health
-
-
-@dataclass
-class Tally:
-    """refused: operations that a layer leaves to vLLM, and why. calls: parts of batches it ran."""
-
-    refused: dict[str, str] = field(default_factory=dict)
-    calls: Counter[str] = field(default_factory=Counter)
-
-    def route(self, op: str) -> str:
-        return f"vLLM: {self.refused[op]}" if op in self.refused else "gated_delta"
-
+from gated_delta.integrations.engine.calls import Calls
 
 layers: weakref.WeakSet[Any] = weakref.WeakSet()
-"""The live layers of this process. Each has a prefix, a name and a tally."""
+"""The live layers of this process.
+
+Each has a prefix, a name, and `refused`: the operations that it leaves to vLLM, and why.
+"""
 
 
 def in_order() -> list[Any]:
@@ -32,6 +21,12 @@ def in_order() -> list[Any]:
     return sorted(
         layers, key=lambda x: [int(part) if part.isdigit() else -1 for part in x.prefix.split(".")]
     )
+
+
+def routes(layer: Any) -> tuple[str, str]:
+    """Where its decode and its prefill run: "gated_delta", or "vLLM: " and the reason."""
+    given = {op: f"vLLM: {reason}" for op, reason in layer.refused.items()}
+    return given.get("decode", "gated_delta"), given.get("prefill", "gated_delta")
 
 
 def norm_on(norm: Any, device: torch.device) -> Any:
@@ -49,7 +44,8 @@ def logger() -> Any:
     return init_logger("vllm.gated_delta")  # vLLM's log shows names under "vllm" only
 
 
-health = Health("vllm", lambda line: logger().info(line))
+calls = Calls("vllm", lambda line: logger().info(line))
+"""By layer, its prefix."""
 
 
 def platform() -> str:

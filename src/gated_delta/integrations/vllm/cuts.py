@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from gated_delta.integrations import vllm_common as common
+from gated_delta.integrations.vllm import process
 from gated_delta.problem import CHECKPOINT_INTERVAL as GRID
 
 
@@ -62,7 +62,7 @@ def align() -> None:
             if missing := lacks(self.vllm_config, unit):
                 needed = "; ".join(missing)
                 raise RuntimeError(f"VLLM_BATCH_INVARIANT=1: the scheduler needs {needed}")
-            common.logger().info(f"gated_delta cuts prompts at multiples of {GRID} tokens")
+            process.logger().info(f"gated_delta cuts prompts at multiples of {GRID} tokens")
 
     @functools.wraps(reserve)  # the last to shorten what a step computes of a request
     def aligned(self: Any, request: Any, start: int, tokens: int) -> int:
@@ -75,7 +75,7 @@ def align() -> None:
         image = any(x.mm_position.offset == end for x in request.mm_features or ())
         if on_grid or not tokens or not image:
             return on_grid
-        common.logger().warning(
+        process.logger().warning(
             f"gated_delta: {request.request_id} is cut at {end}, in front of an image that vLLM's "
             f"encoder has no room for: no multiple of {GRID} tokens, so its bits may vary"
         )

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gated_delta.integrations import sglang_common as common
+from gated_delta.integrations.sglang import process
 
 MAX_TOKENS = 2048
 """Of a bucket with these layers in its graph. Larger ones keep the GPU busy for longer than the
@@ -50,7 +50,7 @@ def allow(backend: Any) -> None:
     if backend.enable_mis or not (pools.conv[0].is_contiguous() and pools.temporal.is_contiguous()):
         return
     tracking = f"{kda_extend_in_graph.__module__}.kda_track_conv_window"
-    common.hook({tracking: _track_window}, "AROUND")
+    process.hook({tracking: _track_window}, "AROUND")
     eager, route = backend.forward_extend, backend._init_target_verify_qkv_routing
 
     def routed(batch: Any) -> None:  # for a batch outside these graphs
@@ -100,11 +100,11 @@ def limit(backend: Any) -> None:
             return None
         backend.prefill_graph_max_seqs = MAX_PROMPTS
         tables = allocate(batch)
-        common.process.max_seqlen[tables.cu_seqlens] = tokens
+        process.state.max_seqlen[tables.cu_seqlens] = tokens
         return tables
 
     backend.init_prefill_graph_metadata = tables_of
-    common.hook({f"{RUNNER}.PrefillCudaGraphRunner.can_replay_locally": _replays}, "AROUND")
+    process.hook({f"{RUNNER}.PrefillCudaGraphRunner.can_replay_locally": _replays}, "AROUND")
 
 
 def _replays(original: Any, runner: Any, *, batch_size: int, num_tokens: Any, **given: Any) -> bool:

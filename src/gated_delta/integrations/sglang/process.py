@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,8 +14,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from gated_delta.integrations import releases
-from gated_delta.integrations.health import Health
+from gated_delta.integrations.engine import releases
+from gated_delta.integrations.engine.calls import Calls
 from gated_delta.problem import MAX_DRAFT
 
 NAME = "gated_delta"
@@ -32,15 +31,14 @@ LOG = logging.getLogger("gated_delta.integrations.sglang")
 
 
 @dataclass
-class Process:
+class State:
     """State of the plug-in in one process of the engine.
 
-    deterministic: the engine's --enable-deterministic-inference; `sglang_start.check` sets it.
+    deterministic: the engine's --enable-deterministic-inference; `start.check` sets it.
     trees: whether the engine's drafts are trees; as above.
     left: per "GDN" or "KDA" and mode, why the engine's kernel runs all of its calls, by the checks
     at the start. refused: per problem, why it runs that one.
-    calls: Python calls per route, as in "GDN decode on backend cute". health: the same for a
-    log scraper.
+    calls: Python calls per route, as in "GDN decode on backend cute".
     max_seqlen: per `query_start_loc` of a batch, by identity, its longest prompt. An entry goes
     when its tensor does. Only `sglang` writes it, once for each batch.
     norms: per layer's A_log, by identity, the norm that decode includes.
@@ -50,21 +48,18 @@ class Process:
     trees: bool = False
     refused: dict[tuple[object, ...], str] = field(default_factory=dict)
     left: dict[tuple[str, str], str] = field(default_factory=dict)
-    calls: Counter[str] = field(default_factory=Counter)
-    health: Health = field(default_factory=lambda: Health("sglang", LOG.info))
+    calls: Calls = field(default_factory=lambda: Calls("sglang", LOG.info))
     max_seqlen: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
     norms: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
 
-    def count(self, route: str) -> None:
-        self.calls[route] += 1
-        if self.calls[route] == 1:
+    def count(self, layers: str, mode: str, route: str, missing: str = "") -> None:
+        """missing: why the engine's own kernel ran; "" if ours did."""
+        route = f"{layers} {mode}{route}"
+        if self.calls.count(layers, mode, route, missing) == 1:
             LOG.info("gated_delta runs %s", route)
 
-    def report(self) -> list[str]:
-        return [f"{route}: {calls} calls" for route, calls in self.calls.items()]
 
-
-process = Process()
+state = State()
 
 
 def chosen() -> set[str]:
@@ -113,13 +108,10 @@ def supported() -> bool:
     version = importlib.metadata.version("sglang")
     reason = RELEASE.refusal(version)
     if reason:
-        LOG.error(
-            "gated_delta knows SGLang %s, not %s: the engine chooses its own kernels",
-            RELEASE.version,
-            reason,
-        )
+        knows = f"gated_delta knows SGLang {RELEASE.version}, not {reason}"
+        LOG.error(f"{knows}: the engine chooses its own kernels")
     elif not RELEASE.covers(version):
-        LOG.warning("gated_delta: %s", RELEASE.same_as(version))
+        LOG.warning(f"gated_delta: {RELEASE.same_as(version)}")
     return reason is None
 
 

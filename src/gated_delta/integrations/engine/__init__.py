@@ -1,0 +1,1 @@
+"""What the plug-ins of SGLang and vLLM share."""
