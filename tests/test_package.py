@@ -74,7 +74,7 @@ def test_the_description_has_only_absolute_links(wheel):
     text, relative_link = described(wheel).get_payload(), r"\]\((?!https?:)[^)]*\)"
     assert re.findall(relative_link, text) == []
     assert re.findall(relative_link, (ROOT / "README.md").read_text())
-    for words in ("## Install", "docs/packs.md", "packs (docs/packs.md)"):
+    for words in ("## Install", "docs/packs.md", "pack (docs/packs.md)"):
         assert words in text
 
 
