@@ -31,8 +31,15 @@ from cutlass.cutlass_dsl import select_
 
 from .arguments import FlushPointers, FlushSizes, FlushStrides, lanes_per_row, tile_rows
 from .device import levels, ptx
-from .device.args import offset, qk_head, typed
-from .device.recurrent import MAX_GRID, StateRows, shared_tensor, thread_channels, without
+from .device.args import offset, qk_head, tensor_at, typed
+from .device.recurrent import (
+    MAX_GRID,
+    StateRows,
+    load_index,
+    shared_tensor,
+    thread_channels,
+    without,
+)
 
 Pointers, Strides, Sizes = (
     typed(FlushPointers, Int64),
@@ -121,23 +128,11 @@ class Flush:
 
     @cute.jit
     def sequence(self, args, coord):
-        ptr, stride, size = args.ptr, args.stride, args.size
-        read = ptx.load_index(
-            ptr.state_indices + offset(coord.n, stride.state_indices_n),
-            size.state_indices_kind,
-            coord.n,
-        )
-        write = ptx.load_index(
-            ptr.write_indices + offset(coord.n, stride.write_indices_n),
-            size.write_indices_kind,
-            read,
-        )
-        row = ptx.load_index(
-            ptr.buffer_indices + offset(coord.n, stride.buffer_indices_n),
-            size.buffer_indices_kind,
-            coord.n,
-        )
-        accepted_at = ptr.num_accepted + offset(coord.n, stride.num_accepted_n)
+        size = args.size
+        read = load_index(args, "state_indices", coord.n, n=coord.n)
+        write = load_index(args, "write_indices", read, n=coord.n)
+        row = load_index(args, "buffer_indices", coord.n, n=coord.n)
+        accepted_at = tensor_at(args, "num_accepted", n=coord.n)
         count = ptx.load_count(
             accepted_at, size.num_accepted_kind, size.num_accepted_all, exact=True
         )
@@ -194,28 +189,10 @@ class Flush:
     @cute.jit
     def stage_tokens(self, shared, records, args, coord, row, count, place):
         """Write k_restored and u of the accepted tokens, last to first, and all decays' product."""
-        ptr, stride, size = args.ptr, args.stride, args.size
-        h = qk_head(coord.hv, size.qk_head_factor)
-        layer = Int64(coord.layer)
-        k_at = (
-            ptr.buffer_k
-            + layer * ptr.buffer_k_l
-            + offset(row, stride.buffer_k_r)
-            + offset(h, stride.buffer_k_h)
-        )
-        decay_at = (
-            ptr.buffer_log_decay
-            + layer * ptr.buffer_log_decay_l
-            + offset(row, stride.buffer_log_decay_r)
-        )
-        decay_at += offset(coord.hv, stride.buffer_log_decay_h)
-        u_at = (
-            ptr.buffer_u
-            + layer * ptr.buffer_u_l
-            + offset(row, stride.buffer_u_r)
-            + offset(coord.hv, stride.buffer_u_h)
-        )
-        u_at += coord.tile * (self.tile * 4)
+        stride, h = args.stride, qk_head(coord.hv, args.size.qk_head_factor)
+        k_at = row_at(args, "buffer_k", coord, row, h)
+        decay_at = row_at(args, "buffer_log_decay", coord, row, coord.hv)
+        u_at = row_at(args, "buffer_u", coord, row, coord.hv) + coord.tile * (self.tile * 4)
         at = (k_at, decay_at, u_at, place)
         channels = thread_channels(coord, self.padded_K, self.threads)
         # Per channel, the product of the decays after the current token.
@@ -305,6 +282,14 @@ class Flush:
                 # A thread's rows are contiguous.
                 group = warp * self.state.warp_rows + row % self.state.warp_groups * self.rows
                 sU[group + row // self.state.warp_groups] = us[j]
+
+
+def row_at(args, name, coord, row, head):
+    """Address of a head's first token in a row of a part of the buffer, in the coord's layer."""
+    ptr, stride = args.ptr, args.stride
+    at = getattr(ptr, name) + Int64(coord.layer) * getattr(ptr, f"{name}_l")
+    at = at + offset(row, getattr(stride, f"{name}_r"))
+    return at + offset(head, getattr(stride, f"{name}_h"))
 
 
 def load_each(addresses, conditions):
