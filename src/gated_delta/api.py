@@ -35,6 +35,7 @@ from .problem import (
     refuse_grad,
     traced,
     type_name,
+    unique,
 )
 
 BACKENDS = ("auto", "cute", "reference")
@@ -564,7 +565,7 @@ def select(
         plan = op.plan(problem, *work, gpu=gpu)
         reasons = [] if call is None else op.exceeded(problem, plan, call)
         reasons += [x for variant in plan.variants for x in compile.missing(variant, gpu)]
-        missing = tuple(dict.fromkeys(reasons))
+        missing = tuple(unique(reasons))
         if not missing:
             kernel = ", ".join(variant.label for variant in plan.variants)
             return Route(problem, "cute", kernel, (), plan)

@@ -64,7 +64,7 @@ from .options import (
 )
 from .options import device_option as _device
 from .pack import build_all
-from .problem import MAX_DRAFT, UnsupportedProblem
+from .problem import MAX_DRAFT, UnsupportedProblem, unique
 from .results import (
     Refusal,
     Report,
@@ -290,14 +290,14 @@ def compile_kernels(
     from .testing import cases as listed
 
     checked = [case for op in Op for case in listed(op.value) if cases and not case.reference_only]
-    problems = dict.fromkeys(problem for case in checked for problem in case.problems)
+    problems = unique(problem for case in checked for problem in case.problems)
     dims = head_dims(size) if size else None
     builds: list[tuple[kernels.Variant, str]] = []
     for name in architectures(arch):
         variants = [*dispatch.shipped(name, DTYPES[dtype.value], dims, ring, trees)]
         for problem, gpu in itertools.product(problems, gpus_of(name)):
             variants += dispatch.variants_of(problem, gpu)
-        builds += [(x, name) for x in dict.fromkeys(variants) if filter in x.label]
+        builds += [(x, name) for x in unique(variants) if filter in x.label]
     if not builds:
         raise typer.BadParameter(f"no variant's label contains {filter!r}", param_hint="--filter")
     if 0 < limit < len(builds):

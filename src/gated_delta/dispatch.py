@@ -14,7 +14,7 @@ from . import compile
 from .gpus import H200, Gpu, gpus_of
 from .ops import OPERATIONS
 from .ops.launch import Model
-from .problem import SHORT, Problem
+from .problem import SHORT, Problem, unique
 
 MODELS = (
     # axis, K, V, gates
@@ -41,7 +41,7 @@ def shipped(
     `path`.
     """
     variants: dict[compile.Variant, None] = {}
-    models = dict.fromkeys((axis, *(size or dims), gates) for axis, *dims, gates in MODELS)
+    models = unique((axis, *(size or dims), gates) for axis, *dims, gates in MODELS)
     for (axis, K, V, gates), state, logits in itertools.product(
         models, (torch.float32, dtype), (False, True)
     ):
@@ -64,14 +64,14 @@ def how_to_build(variants: Iterable[compile.Variant], gpu: Gpu) -> str:
     wanted = set(variants)
     facts = [dict(variant.facts) for variant in wanted]
     dims = [(x.get("K", x.get("V")), x.get("V", x.get("K"))) for x in facts]
-    sizes = dict.fromkeys([None, *((K, V) for K, V in dims if K)])
+    sizes = unique([None, *((K, V) for K, V in dims if K)])
     dtypes, switches = (torch.bfloat16, torch.float16), (False, True)
     for ring, trees, size, dtype in itertools.product(switches, switches, sizes, dtypes):
         if wanted <= set(shipped(gpu.arch, dtype, size, ring, trees)):
             options = ["--arch", gpu.arch] if gpu.arch != H200.arch else []
             options += ["--dtype", SHORT[dtype]] if dtype != torch.bfloat16 else []
             options += ["--size", f"{size[0]}x{size[1]}"] if size else []
-            options += ["--ring"] * ring + ["--trees"] * trees
+            options += [name for name, on in (("--ring", ring), ("--trees", trees)) if on]
             out = str(compile.directory())
             command = shlex.join(["gated-delta", "compile", *options, "--out", out])
             return f"`{command}` builds the kernels ahead of time"

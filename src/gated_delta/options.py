@@ -11,7 +11,7 @@ import torch
 import typer
 
 from .gpus import ARCHS, FORCED, LEVEL, gpu_of
-from .problem import SHORT
+from .problem import SHORT, unique
 
 Op = Enum(
     "Op", {"prefill": "prefill", "decode": "decode", "verify": "verify", "flush": "flush"}, type=str
@@ -95,7 +95,7 @@ def ints(text: str, what: str, most: int) -> list[int]:
 
 def architectures(text: str) -> list[str]:
     """Comma-separated names of ARCHS."""
-    names = list(dict.fromkeys(text.split(",")))
+    names = unique(text.split(","))
     if not set(names) <= set(ARCHS):
         raise typer.BadParameter(
             f"expected architectures of {', '.join(ARCHS)}, got {text!r}", param_hint="--arch"

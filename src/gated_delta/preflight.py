@@ -27,7 +27,7 @@ from .integrations.sglang.start import Layer
 from .integrations.vllm.calls import Recurrence, too_many
 from .ops.launch import MAX_NORM
 from .options import MAX_DIM, MAX_HEADS
-from .problem import INPUT_DTYPES, MAX_DRAFT, SHORT, KVBuffer, UnsupportedProblem
+from .problem import INPUT_DTYPES, MAX_DRAFT, SHORT, KVBuffer, UnsupportedProblem, unique
 from .results import make_table
 from .testing import Case
 
@@ -348,7 +348,7 @@ def plan(asked: Asked, device: torch.device) -> Plan:
         if refused:
             mode.leave(refused)
         elif mode.ours and (lacks := load.refused(mode.calls, gpu)):
-            mode.leave(f"ours needs {'; '.join(dict.fromkeys(lacks.values()))}")
+            mode.leave(f"ours needs {'; '.join(unique(lacks.values()))}")
     served = [call for mode in modes if mode.ours for call in mode.calls]
     for mode in (mode for mode in modes if mode.ours):
         _look_for_kernels(mode, served, gpu)

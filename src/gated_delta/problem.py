@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any, NamedTuple, TypeVar
@@ -41,6 +41,8 @@ TINY, HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 CHECK = os.environ.get("GATED_DELTA_CHECK") == "1"
 """Check values on the device, such as indices and log decays; waits for the GPU."""
 
+Item = TypeVar("Item", bound=Hashable)
+
 PLAIN = (Tensor, torch.nn.Parameter)
 _compiling, _modes = torch.compiler.is_dynamo_compiling, torch._C._len_torch_dispatch_stack
 _jit_state = torch._C._get_tracing_state
@@ -57,6 +59,11 @@ def traced(x: object) -> bool:
         or _modes() > 0  # make_fx and torch.export, among others
         or _jit_state() is not None  # torch.jit.trace
     )
+
+
+def unique(items: Iterable[Item]) -> list[Item]:
+    """The items in their order, without repetitions."""
+    return list(dict.fromkeys(items))
 
 
 class UnsupportedProblem(NotImplementedError):

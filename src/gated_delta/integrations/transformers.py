@@ -28,7 +28,7 @@ from torch import Tensor
 
 from .. import api
 from ..call_cache import CallCache
-from ..problem import MAX_DRAFT
+from ..problem import MAX_DRAFT, unique
 
 GDN = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
 KDA = ("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention")
@@ -297,7 +297,7 @@ def _names(models: str | Iterable[str] | torch.nn.Module | None) -> list[str]:
     elif models is None:
         names = known
     else:
-        names = list(dict.fromkeys(_strings(models)))
+        names = unique(_strings(models))
         for name in names:
             if name not in known:
                 raise ValueError(f"models: expected names among {among}, got {name!r}")

@@ -22,7 +22,7 @@ from ..gpus import H200, Gpu
 from ..kernels.arguments import ABSENT as NO_KIND
 from ..kernels.arguments import BF16, FP16, FP32
 from ..memory import Addresses, Placement
-from ..problem import BUFFER, CHECK, Gate, GatedNorm, KVBuffer, Problem, Tokens
+from ..problem import BUFFER, CHECK, Gate, GatedNorm, KVBuffer, Problem, Tokens, unique
 
 REDESCRIBE = object()
 """A launch returns it if it did nothing and the call must be described again."""
@@ -544,4 +544,4 @@ class StateOperation(Operation):
             self.plan(problem, -(-least // state_bytes(problem)), 0, gpu=gpu)
             for least, _ in self.schedules(problem)
         ]
-        return list(dict.fromkeys(variant for plan in plans for variant in plan.variants))
+        return unique(variant for plan in plans for variant in plan.variants)

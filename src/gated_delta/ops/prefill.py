@@ -19,7 +19,7 @@ from ..kernels.prefill.arguments import (
     lay_out_workspace,
 )
 from ..memory import Addresses
-from ..problem import Checker, Problem, absent, integer
+from ..problem import Checker, Problem, absent, integer, unique
 from .launch import (
     SCATTERED,
     Launch,
@@ -207,7 +207,7 @@ class Prefill(Operation):
     def variants(self, problem: Problem, gpu: Gpu = H200) -> list[compile.Variant]:
         kinds = [kind for kind in KINDS if kind.supports(problem, gpu=gpu)]
         variants = [x for kind in kinds for x in kind.variants(problem, True, gpu)]
-        return list(dict.fromkeys(variants))
+        return unique(variants)
 
     def shipped(self, model: Model) -> list[Problem]:
         options = ((), ("checkpoints",), ("deterministic",))

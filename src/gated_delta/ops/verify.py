@@ -170,7 +170,9 @@ class Verify(StateOperation):
     def exceeded(self, problem: Problem, plan: Plan, a: Any) -> list[str]:
         reasons = super().exceeded(problem, plan, a)
         if not _fits(plan, a.buffer_u.shape[1]):
-            fewer = "fewer tokens a call" + ", or a buffer of fewer tokens" * has_history(problem)
+            fewer = "fewer tokens a call"
+            if has_history(problem):
+                fewer += ", or a buffer of fewer tokens"
             room = f"more than {plan.gpu.shared} bytes of shared memory in a CTA"
             reasons.append(f"{room}: take {fewer}")
         return reasons

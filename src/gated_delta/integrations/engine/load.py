@@ -10,7 +10,7 @@ import torch
 
 from gated_delta import api, compile, dispatch
 from gated_delta.gpus import Gpu, gpu_of
-from gated_delta.problem import UnsupportedProblem
+from gated_delta.problem import UnsupportedProblem, unique
 
 Call = tuple[str, dict[str, Any]]
 """An operation and its arguments."""
@@ -43,7 +43,7 @@ def refused(calls: Iterable[Call], gpu: Gpu | torch.device | None = None) -> dic
 def needed(calls: Iterable[Call], gpu: Gpu) -> list[compile.Variant]:
     """Every kernel that such calls launch, for any number of sequences."""
     problems = [api.describe(op, **arguments) for op, arguments in calls]
-    return [*dict.fromkeys(v for x in problems for v in dispatch.variants_of(x, gpu))]
+    return unique(v for x in problems for v in dispatch.variants_of(x, gpu))
 
 
 def unbuilt(
