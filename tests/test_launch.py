@@ -292,7 +292,7 @@ def test_a_norm_has_a_block_or_cluster_per_head(K, gpu):
         sizes = (axis, 1, 1, K, V, T)
         for variant in facts_of(Problem("decode", *sizes, state_dtype=state_dtype, **facts), gpu):
             threads = variant["threads"]
-            rows = variant["chunks"] * arguments.tile_rows(K, variant["rows"], threads)
+            rows = variant["chunks"] * arguments.v_rows(K, variant["rows"], threads)
             blocks, rest = divmod(V, rows)
             assert (rest, rows % 32) == (0, 0)  # the norm's loops take 32 rows of a block at once
             most = 1 if gpu.level == "sm_80" else 8  # only some devices run larger clusters

@@ -19,7 +19,7 @@ def lanes_per_row(K: int) -> int:
     return 16 if K > 64 else 8
 
 
-def tile_rows(K: int, rows: int, threads: int) -> int:
+def v_rows(K: int, rows: int, threads: int) -> int:
     """V rows of a CTA of `threads` threads with `rows` rows each."""
     return rows * threads // lanes_per_row(K)
 

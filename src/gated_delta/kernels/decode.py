@@ -1,16 +1,16 @@
 """Decode: 1 to 16 tokens per sequence, the state in registers throughout. docs/kernels/decode.md.
 
-CTA: `tile` V rows of one value head of one sequence. `lanes` neighbouring threads share a row, 8
-key channels each. A thread has `rows` rows of each of the CTA's `chunks`; chunks run one after the
-other, with the next chunk's loads in flight. Every variant has this lane mapping and one reduction
-order, so bits do not depend on batch, tokens or schedule.
+CTA: a V tile, `cta_rows` V rows of one value head of one sequence. `lanes` neighbouring threads
+share a row, 8 key channels each. A thread has `rows` rows of each of the CTA's `chunks`; chunks run
+one after the other, with the next chunk's loads in flight. Every variant has this lane mapping and
+one reduction order, so bits do not depend on batch, tokens or schedule.
 
 Warp roles: every warp loads its rows of the state, and q, k and v of the tokens. The last warp also
 loads beta and GDN's g, one token per lane. All threads load KDA's g, one channel each; with a
 single token all but the first warp do, since that warp prepares q and k.
 
-Shared memory: one record per token, fp32: q, k, KDA's decays [padded_K each], v [tile], beta, k.q,
-GDN's decay.
+Shared memory: one record per token, fp32: q, k, KDA's decays [padded_K each], v [cta_rows], beta,
+k.q, GDN's decay.
 
 Order of work: prefetch into L2 before the previous kernel ends (PDL); load indices, tokens and
 state; write the records; barrier; for each token S k, S q, u, o and the new state; store the state.
@@ -34,7 +34,7 @@ from .arguments import (
     DecodeSizes,
     DecodeStrides,
     lanes_per_row,
-    tile_rows,
+    v_rows,
 )
 from .device import arithmetic, levels, ptx
 from .device.args import Args, offset, tensor_at, typed
@@ -68,11 +68,11 @@ BUFFER = ("buffer_", "group_size", "C")
 
 
 class Coord(NamedTuple):
-    """A thread's work: sequence, value head, tile and rows."""
+    """A thread's work: sequence, value head, V tile and rows."""
 
     n: Int32
     hv: Int32
-    tile: Int32
+    v_tile: Int32
     thread: Int32
     lane: Int32
     """Index among the `lanes` threads that share a row."""
@@ -133,33 +133,33 @@ class Decode:
         self.tokens = Tokens(self.state, f.axis, f.dtype, f.g_dtype, f.gate, f.qk_l2norm, f.aligned)
         self.channel, self.beta_logits = f.axis == "channel", f.beta_logits
         self.single_token, self.rows, self.threads = f.single_token, f.rows, f.threads
-        self.chunks, self.chunk_rows = f.chunks, tile_rows(f.K, f.rows, f.threads)
+        self.chunks, self.chunk_rows = f.chunks, v_rows(f.K, f.rows, f.threads)
         self.prefetch_chunks, self.bulk = f.prefetch_chunks or f.chunks, f.bulk
         most = f.ctas_per_sm * f.threads
         self.limits = dict(max_number_threads=(most, 1, 1)) if most else {}
         self.lanes, self.padded_K = self.state.lanes, self.state.padded_K
         self.groups = f.threads // self.lanes  # rows, or tokens' q and k, per access of the CTA
-        self.tile = f.chunks * self.chunk_rows
-        self.tiles = f.V // self.tile
-        self.cluster = (self.tiles, 1, 1) if f.norm and self.tiles > 1 else None
-        self.v_loads = -(-self.tile // f.threads)  # per thread, issued before the state arrives
+        self.cta_rows = f.chunks * self.chunk_rows
+        self.v_tiles = f.V // self.cta_rows
+        self.cluster = (self.v_tiles, 1, 1) if f.norm and self.v_tiles > 1 else None
+        self.v_loads = -(-self.cta_rows // f.threads)  # per thread, issued before the state arrives
         self.more_v_loads = 4 if f.norm else 1  # a whole head's v takes more rounds
         self.lanes_per_sum = self.lanes // f.rows  # with the same row's sum after a reduction
         self.first_decay_thread = 32 if f.single_token else 0
         # Offsets in a token's record, in fp32 numbers.
         self.decay_offset = 2 * self.padded_K
         self.v_offset = self.decay_offset + (self.padded_K if self.channel else 0)
-        self.scalars_offset = self.v_offset + self.tile
+        self.scalars_offset = self.v_offset + self.cta_rows
         self.record = self.scalars_offset + 4
         self.norm, self.past = NoNorm(self.tokens.dtype), NoPast(self.state, self.lanes_per_sum)
         if f.norm:
             tokens = 1 if f.single_token else TOKEN_TILES[-1]
             sizes = f.threads, tokens, self.lanes_per_sum, self.record
-            self.norm = GatedNorm(f.V, self.tiles, self.tokens.dtype, *sizes)
+            self.norm = GatedNorm(f.V, self.v_tiles, self.tokens.dtype, *sizes)
         self.token_words = self.record + self.norm.token_words
         if f.history:
             offset = -(-(self.token_words + self.norm.barrier_words) // 4) * 4
-            row = HistoryLayout(self.channel, self.padded_K, 1, self.tile)
+            row = HistoryLayout(self.channel, self.padded_K, 1, self.cta_rows)
             history = History(self.state, row, offset, f.threads, Chain(self.state))
             self.past = Past(history, self.lanes_per_sum)
 
@@ -173,7 +173,7 @@ class Decode:
         unused = (*self.norm.unused, *self.past.unused)
         ptr, stride, size = (without(x, *unused) for x in (ptr, stride, size))
         self.kernel(ptr, scale, bound, stride, size).launch(
-            grid=sequence_grid(self.tiles * size.HV, size.N),
+            grid=sequence_grid(self.v_tiles * size.HV, size.N),
             block=(self.threads, 1, 1),
             cluster=self.cluster,
             smem=words * 4,
@@ -188,7 +188,7 @@ class Decode:
         if coord.n < size.prefetch_sequences:
             if cutlass.const_expr(self.bulk):
                 rows = self.prefetch_chunks * self.chunk_rows
-                self.state.prefetch_bulk(args, coord, coord.tile * self.tile, rows)
+                self.state.prefetch_bulk(args, coord, coord.v_tile * self.cta_rows, rows)
             else:
                 chunks = [i * self.chunk_rows for i in range(self.prefetch_chunks)]
                 self.state.prefetch(args, coord, chunks)
@@ -202,17 +202,17 @@ class Decode:
 
     def coord(self):
         thread, _, _ = cute.arch.thread_idx()
-        head_tile, n = sequence_cta()
-        tile, hv = head_tile % self.tiles, head_tile // self.tiles
+        head_v_tile, n = sequence_cta()
+        v_tile, hv = head_v_tile % self.v_tiles, head_v_tile // self.v_tiles
         lane = thread % self.lanes
-        warp_row = tile * self.tile + (thread // 32) * self.state.warp_rows
+        warp_row = v_tile * self.cta_rows + (thread // 32) * self.state.warp_rows
         first_row = warp_row + (thread % 32) // self.lanes
         o_row = first_row + self.state.warp_groups * (lane // self.lanes_per_sum)
         stores_o = lane % self.lanes_per_sum == 0
-        return Coord(n, hv, tile, thread, lane, warp_row, first_row, o_row, stores_o)
+        return Coord(n, hv, v_tile, thread, lane, warp_row, first_row, o_row, stores_o)
 
     def chunk(self, draft, i):
-        """`draft` with the coord of chunk i of its tile."""
+        """`draft` with the coord of chunk i of its V tile."""
         if i == 0:
             return draft
         rows = {
@@ -342,7 +342,8 @@ class Decode:
         coord, fma = draft.coord, cute.math.fma
         q = self.state.load_shared(record, coord)
         k = self.state.load_shared(record + self.padded_K, coord)
-        v = shared_tensor(record + self.v_offset, self.tile)[coord.o_row - coord.tile * self.tile]
+        row = coord.o_row - coord.v_tile * self.cta_rows
+        v = shared_tensor(record + self.v_offset, self.cta_rows)[row]
         scalars = shared_tensor(record + self.scalars_offset, 4)
         beta, kq, decay = scalars[0], scalars[1], scalars[2]
         rows = [ptx.unpack(row, self.state.dtype) for row in self.state.load_registers(rState)]
@@ -404,13 +405,13 @@ class Decode:
     # ------------------------------------------------------------ records: v
 
     def v_elements(self, first, count):
-        """The thread's next `count` elements of v [tokens, tile], beginning with `first`."""
+        """The thread's next `count` elements of v [tokens, cta_rows], beginning with `first`."""
         return [first + j * self.threads if j else first for j in range(count)]
 
     def load_v(self, draft, i):
-        """Load element i of the tile's v [tokens, tile]."""
-        coord, token, row = draft.coord, i // self.tile, i % self.tile
-        row = coord.tile * self.tile + row
+        """Load element i of the CTA's v [tokens, cta_rows]."""
+        coord, token, row = draft.coord, i // self.cta_rows, i % self.cta_rows
+        row = coord.v_tile * self.cta_rows + row
         at = self.tokens.v_address(draft.args, coord, draft.start + token, row)
         return ptx.load(self.tokens.dtype, at, token < draft.length)
 
@@ -419,7 +420,7 @@ class Decode:
         self.store_v(draft, self.v_elements(draft.coord.thread, self.v_loads), v)
         if cutlass.const_expr(not self.single_token):
             first = draft.coord.thread + self.v_loads * self.threads
-            end, step = draft.length * self.tile, self.more_v_loads * self.threads
+            end, step = draft.length * self.cta_rows, self.more_v_loads * self.threads
             for i in cutlass.range(first, end, step, unroll=1):
                 elements = self.v_elements(i, self.more_v_loads)
                 self.store_v(draft, elements, [self.load_v(draft, x) for x in elements])
@@ -427,10 +428,10 @@ class Decode:
     @cute.jit
     def store_v(self, draft, elements, v):
         for j in cutlass.range_constexpr(len(elements)):
-            if elements[j] < draft.length * self.tile:
-                at = draft.shared + (elements[j] // self.tile) * self.record + self.v_offset
-                values = shared_tensor(at, self.tile)
-                values[elements[j] % self.tile] = v[j]
+            if elements[j] < draft.length * self.cta_rows:
+                at = draft.shared + (elements[j] // self.cta_rows) * self.record + self.v_offset
+                values = shared_tensor(at, self.cta_rows)
+                values[elements[j] % self.cta_rows] = v[j]
 
     # ------------------------------------------------------------ records: beta and decays
 
@@ -630,7 +631,7 @@ class Past:
     def add_lane_products(self, rProducts, draft):
         """Add the lane's tokens, lane, lane + lanes, ..., to S k and S q of its V rows."""
         coord = draft.coord
-        first = coord.first_row - coord.tile * self.history.tile
+        first = coord.first_row - coord.v_tile * self.history.cta_rows
         for token in cutlass.range(coord.lane, draft.row.first, self.state.lanes, unroll=1):
             pair = self.history.pairs(draft, 0, token, 1).load()
             sU = self.history.u(draft, token)
@@ -659,5 +660,5 @@ class Past:
     def store_log_decay(self, draft, inside, channel, log_decay):
         """Store the token's log decay in the row; KDA: of a channel."""
         at = buffer_address("log_decay", draft)
-        inside = inside & (draft.coord.tile == 0) & (draft.row.end > 0)
+        inside = inside & (draft.coord.v_tile == 0) & (draft.row.end > 0)
         ptx.store_if(Float32, at + channel * 4, log_decay, inside)

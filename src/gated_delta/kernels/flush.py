@@ -7,14 +7,14 @@ docs/kernels/verify.md.
 With `path` lane t of each warp holds token t's place in the buffer's row; a place outside it counts
 as no token.
 
-CTA: a V tile (`tile` V rows) of one value head of one sequence of one layer, `rows` rows per
+CTA: a V tile (`cta_rows` V rows) of one value head of one sequence of one layer, `rows` rows per
 thread, in decode's lane mapping.
 
 Warp roles: none. Every warp holds its rows of the state. All threads load k, decays and u, one
 channel or element each.
 
 Shared memory, fp32: the product of all decays [padded_K]; per token k_restored,
-k_i prod_{i<j<m} decay_j [padded_K], and u [tile], each thread's rows contiguous.
+k_i prod_{i<j<m} decay_j [padded_K], and u [cta_rows], each thread's rows contiguous.
 
 Order of work: prefetch the state into L2 before the previous kernel ends (PDL); load indices and
 state; load tokens from the last to the first and write k_restored and u; barrier; decay the state;
@@ -29,7 +29,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.arch import shuffle_sync
 from cutlass.cutlass_dsl import select_
 
-from .arguments import FlushPointers, FlushSizes, FlushStrides, lanes_per_row, tile_rows
+from .arguments import FlushPointers, FlushSizes, FlushStrides, lanes_per_row, v_rows
 from .device import levels, ptx
 from .device.args import offset, qk_head, tensor_at, typed
 from .device.recurrent import (
@@ -63,7 +63,7 @@ class Coord(NamedTuple):
     layer: Int32
     n: Int32
     hv: Int32
-    tile: Int32
+    v_tile: Int32
     thread: Int32
     lane: Int32
     """Index among the `lanes` threads that share a row."""
@@ -83,10 +83,10 @@ class Flush:
     ):
         self.state = StateRows(K, state_dtype, rows * 32 // lanes_per_row(K), layers=True)
         self.K, self.padded_K, self.rows, self.threads = K, self.state.padded_K, rows, threads
-        self.tile = tile_rows(K, rows, threads)
-        self.tiles = V // self.tile
+        self.cta_rows = v_rows(K, rows, threads)
+        self.v_tiles = V // self.cta_rows
         self.path = path
-        self.record = self.padded_K + self.tile  # fp32 numbers per token in shared memory
+        self.record = self.padded_K + self.cta_rows  # fp32 numbers per token in shared memory
 
     @cute.jit
     def __call__(self, ptr: Pointers, stride: Strides, size: Sizes, stream):
@@ -94,7 +94,7 @@ class Flush:
             ptr, stride, size = (without(x, "path") for x in (ptr, stride, size))
         self.kernel(ptr, stride, size).launch(
             grid=(
-                self.tiles * size.HV,
+                self.v_tiles * size.HV,
                 cutlass.min(size.N, MAX_GRID),
                 size.layers * ((size.N + MAX_GRID - 1) // MAX_GRID),
             ),
@@ -115,14 +115,13 @@ class Flush:
 
     def coord(self, size):
         thread, _, _ = cute.arch.thread_idx()
-        head_tile, n_low, z = cute.arch.block_idx()
+        head_v_tile, n_low, z = cute.arch.block_idx()
         layer, n = z % size.layers, n_low + z // size.layers * MAX_GRID
-        tile, hv = head_tile % self.tiles, head_tile // self.tiles
+        v_tile, hv = head_v_tile % self.v_tiles, head_v_tile // self.v_tiles
         lane = thread % self.state.lanes
-        warp_row = tile * self.tile + (thread // 32) * self.state.warp_rows
-        return Coord(
-            layer, n, hv, tile, thread, lane, warp_row, warp_row + (thread % 32) // self.state.lanes
-        )
+        warp_row = v_tile * self.cta_rows + (thread // 32) * self.state.warp_rows
+        first_row = warp_row + (thread % 32) // self.state.lanes
+        return Coord(layer, n, hv, v_tile, thread, lane, warp_row, first_row)
 
     # ------------------------------------------------------------ one sequence
 
@@ -192,7 +191,7 @@ class Flush:
         stride, h = args.stride, qk_head(coord.hv, args.size.qk_head_factor)
         k_at = row_at(args, "buffer_k", coord, row, h)
         decay_at = row_at(args, "buffer_log_decay", coord, row, coord.hv)
-        u_at = row_at(args, "buffer_u", coord, row, coord.hv) + coord.tile * (self.tile * 4)
+        u_at = row_at(args, "buffer_u", coord, row, coord.hv) + coord.v_tile * (self.cta_rows * 4)
         at = (k_at, decay_at, u_at, place)
         channels = thread_channels(coord, self.padded_K, self.threads)
         # Per channel, the product of the decays after the current token.
@@ -235,7 +234,7 @@ class Flush:
                 for t in ts
             ]
             log_decays.append(load_each(addresses, inside))
-        for first in range(0, tokens * self.tile, self.threads):
+        for first in range(0, tokens * self.cta_rows, self.threads):
             t, v = self.element(coord, first, last)
             in_part = t > last - tokens
             t, inside = self.token(t, count, place)
@@ -260,8 +259,9 @@ class Flush:
         return t, accepted & (t >= 0)
 
     def element(self, coord, first, last):
-        """(token, V row) of this thread's element of u [tokens from `last` backwards, tile]."""
-        return last - (coord.thread + first) // self.tile, (coord.thread + first) % self.tile
+        """(token, V row) of this thread's element of u [tokens from `last` backwards, cta_rows]."""
+        element = coord.thread + first
+        return last - element // self.cta_rows, element % self.cta_rows
 
     @cute.jit
     def store_tokens(self, records, coord, channels, last, rDecay, loaded):
@@ -278,7 +278,7 @@ class Flush:
             t, v = self.element(coord, j * self.threads, last)
             if (t >= 0) & (t > last - len(ks[0])):
                 warp, row = v // self.state.warp_rows, v % self.state.warp_rows
-                sU = shared_tensor(records + t * self.record + self.padded_K, self.tile)
+                sU = shared_tensor(records + t * self.record + self.padded_K, self.cta_rows)
                 # A thread's rows are contiguous.
                 group = warp * self.state.warp_rows + row % self.state.warp_groups * self.rows
                 sU[group + row // self.state.warp_groups] = us[j]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import compile, reference
 from ..gpus import H200, Gpu
-from ..kernels.arguments import DecodePointers, DecodeSizes, DecodeStrides, tile_rows
+from ..kernels.arguments import DecodePointers, DecodeSizes, DecodeStrides, v_rows
 from ..problem import BUFFER, MAX_DRAFT, Checker, Problem, absent
 from .launch import (
     LARGE,
@@ -301,13 +301,13 @@ class Decode(StateOperation):
         return table[problem.axis, state_width(problem), single_token(problem)]
 
     def cta_rows(self, problem: Problem, schedule: Schedule) -> int:
-        return tile_rows(problem.K, schedule.rows, schedule.threads) * schedule.chunks
+        return v_rows(problem.K, schedule.rows, schedule.threads) * schedule.chunks
 
     def block_chunks(self, problem: Problem, schedule: Schedule) -> int:
         """Chunks of a CTA. With a norm and no cluster, the CTA processes all chunks of the head."""
         if "norm" not in problem.options or schedule.cluster:
             return schedule.chunks
-        return problem.V // tile_rows(problem.K, schedule.rows, schedule.threads)
+        return problem.V // v_rows(problem.K, schedule.rows, schedule.threads)
 
     def without_pdl(self, schedule: Schedule) -> Schedule:
         # More, smaller CTAs: 4 to 9 % faster for 1 and 8 sequences of GDN, on an H200.

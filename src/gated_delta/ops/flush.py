@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from .. import compile, reference
-from ..kernels.arguments import FlushPointers, FlushSizes, FlushStrides, tile_rows
+from ..kernels.arguments import FlushPointers, FlushSizes, FlushStrides, v_rows
 from ..problem import BUFFER, Checker, Problem, flush_sequences, integer
 from .launch import (
     LARGE,
@@ -139,7 +139,7 @@ class Flush(StateOperation):
         return SCHEDULES[state_width(problem)]
 
     def cta_rows(self, problem: Problem, schedule: Schedule) -> int:
-        return tile_rows(problem.K, schedule.rows, schedule.threads)
+        return v_rows(problem.K, schedule.rows, schedule.threads)
 
     def variant(self, problem: Problem, schedule: Schedule) -> compile.Variant:
         facts = problem.facts("K", "V", "state_dtype")

@@ -45,7 +45,7 @@ class History:
     def __init__(self, state: StateRows, layout: HistoryLayout, offset: int, threads: int, tree):
         self.state, self.layout, self.offset = state, layout, offset
         self.threads, self.tree, self.channel = threads, tree, layout.channel
-        self.tile, self.lanes, self.padded_K = layout.tile, state.lanes, state.padded_K
+        self.cta_rows, self.lanes, self.padded_K = layout.cta_rows, state.lanes, state.padded_K
         self.groups = threads // self.lanes
 
     # ------------------------------------------------------------ shared memory
@@ -68,9 +68,9 @@ class History:
         return shared_vector(self.layout.pairs(at, C, t, token), 2 * count)
 
     def u(self, draft, token):
-        """u of a token, of the tile's V rows."""
+        """u of a token, of the CTA's V rows."""
         at, C = draft.shared + self.offset, draft.args.size.C
-        return shared_tensor(self.layout.u(at, C, token), self.tile)
+        return shared_tensor(self.layout.u(at, C, token), self.cta_rows)
 
     # ------------------------------------------------------------ global memory
 
@@ -85,10 +85,10 @@ class History:
         return Row(index, first, end, end)
 
     def tokens_at(self, args, coord, row):
-        """Addresses of k and u of the row's first token, of the tile's V rows."""
+        """Addresses of k and u of the row's first token, of the CTA's V rows."""
         k_at = tensor_at(args, "buffer_k", r=row, h=qk_head(coord.hv, args.size.qk_head_factor))
         u_at = tensor_at(args, "buffer_u", r=row, h=coord.hv)
-        return k_at, u_at + coord.tile * (self.tile * 4)
+        return k_at, u_at + coord.v_tile * (self.cta_rows * 4)
 
     @cute.jit
     def prefetch(self, args, coord):
@@ -98,7 +98,7 @@ class History:
         k_at, u_at = self.tokens_at(args, coord, row.index)
         for at, step, numbers in (
             (k_at, stride.buffer_k_t, self.state.K),
-            (u_at, stride.buffer_u_t, self.tile),
+            (u_at, stride.buffer_u_t, self.cta_rows),
         ):
             lines = -(-numbers * 4 // ptx.L2_LINE)
             count = Int32(select_(inside, row.first * lines, Int32(0)))
@@ -115,8 +115,8 @@ class History:
             k = (self.k(draft, 0), self.padded_K), (k_at, stride.buffer_k_t, K)
             self.copy_rows(draft, *k, self.padded_K, self.vector_position)
             target = self.layout.u(draft.shared + self.offset, C, 0), self.layout.u_words
-            u = target, (u_at, stride.buffer_u_t, self.tile)
-            self.copy_rows(draft, *u, self.tile, lambda vector: vector * 4)
+            u = target, (u_at, stride.buffer_u_t, self.cta_rows)
+            self.copy_rows(draft, *u, self.cta_rows, lambda vector: vector * 4)
         cute.arch.cp_async_commit_group()
 
     def copy_rows(self, draft, target, source, size, position):
@@ -263,7 +263,7 @@ class History:
     def fold_token(self, rFold, draft, first_row, i, k):
         sU = self.u(draft, i)
         for r in range(rFold.shape[1]):
-            u = sU[first_row - draft.coord.tile * self.tile + r * self.state.warp_groups]
+            u = sU[first_row - draft.coord.v_tile * self.cta_rows + r * self.state.warp_groups]
             for c in range(8):
                 rFold[c, r] = cute.math.fma(u, k[c], rFold[c, r])
 
@@ -280,12 +280,12 @@ def decayed(rows, decays, dtype):
 def buffer_k_address(draft, t):
     """(address of a token's k in the buffer, True if this CTA stores it).
 
-    One CTA stores it for all value heads of a q/k head: the first tile of the first value head.
+    One CTA stores it for all value heads of a q/k head: the first V tile of the first value head.
     """
     size, coord, row = draft.args.size, draft.coord, draft.row
     h = qk_head(coord.hv, size.qk_head_factor)
     at = tensor_at(draft.args, "buffer_k", r=row.index, h=h, t=row.first + t)
-    return at, (coord.tile == 0) & (coord.hv == h * size.group_size)
+    return at, (coord.v_tile == 0) & (coord.hv == h * size.group_size)
 
 
 def buffer_address(part, draft):

@@ -19,11 +19,11 @@ class HistoryLayout(NamedTuple):
     channel: bool
     padded_K: int
     tokens: int
-    tile: int
+    cta_rows: int
 
     @property
     def u_words(self) -> int:
-        return self.tile + U_PAD
+        return self.cta_rows + U_PAD
 
     # at: address of the first word, or 0 for an offset.
 

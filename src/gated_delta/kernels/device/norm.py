@@ -84,7 +84,7 @@ class GatedNorm:
 
     Shared memory, fp32, behind the tokens' records: the cluster's mbarrier; per token o rounded to
     its dtype [V] and weight * act(z) [cta_rows]. `coord` has n, hv, thread, lane, o_row and
-    tile, the CTA's rank in its cluster. sum_lanes: lanes with the same o.
+    v_tile, the CTA's rank in its cluster. sum_lanes: lanes with the same o.
     """
 
     unused = ()
@@ -110,7 +110,7 @@ class GatedNorm:
     def prefetch(self, args, coord):
         """Prefetch the weight and the first tokens' z into L2; z of dense tokens only."""
         parts = self.cta_rows // 32
-        token, row = coord.thread // parts, coord.tile * self.cta_rows + coord.thread % parts * 32
+        token, row = coord.thread // parts, coord.v_tile * self.cta_rows + coord.thread % parts * 32
         at = z_address(args, coord, self.dtype, token, row)
         ptx.prefetch_l2(at, (token < args.size.T) & (args.size.cu_seqlens_kind == 0))
         ptx.prefetch_l2(weight_address(args, row), token == 0)
@@ -127,7 +127,7 @@ class GatedNorm:
         """Load (z, weight bits) of elements; with one_row the weight is loaded once."""
         loaded = []
         for i in elements:
-            t, row = i // self.cta_rows, draft.coord.tile * self.cta_rows + i % self.cta_rows
+            t, row = i // self.cta_rows, draft.coord.v_tile * self.cta_rows + i % self.cta_rows
             at = z_address(draft.args, draft.coord, self.dtype, draft.start + t, row)
             z = ptx.load(self.dtype, at, t < draft.length)
             if not loaded or not self.one_row:
@@ -228,7 +228,7 @@ class GatedNorm:
             rstd = cute.math.rsqrt(cute.math.fma(total, Float32(1 / self.V), eps))
             at = o_at + offset(draft.start + t, args.stride.o_t)
             for first in cutlass.range_constexpr(0, self.cta_rows, 32):
-                head_row = coord.tile * self.cta_rows + (lane + first)
+                head_row = coord.v_tile * self.cta_rows + (lane + first)
                 o_of_row = at + offset(head_row, args.stride.o_c)
                 x = outputs[head_row] * rstd * factors[lane + first]
                 ptx.store(self.dtype, o_of_row, x)

@@ -74,7 +74,7 @@ class HeadDecays:
             paths = shared_tensor(draft.shared + self.paths, self.path_words)
             cumulative = self.tree.stage_paths(draft, paths, self.pair_row, decay)
             at = buffer_at + offset(t, draft.args.stride.buffer_log_decay_t)
-            inside = (coord.tile == 0) & (t < row.filled)
+            inside = (coord.v_tile == 0) & (t < row.filled)
             ptx.store_if(Float32, at, ptx.select(t < draft.length, log_decay, Float32(0)), inside)
             self.scalars.store(draft, beta, cumulative)
 
@@ -152,7 +152,7 @@ class ChannelDecays:
             for t0 in cutlass.range(LOADS, draft.length, LOADS, unroll=1):
                 self.store_decays(draft, channel, t0, self.load_channel(draft, t0, channel.index))
         row, stride = draft.row, draft.args.stride
-        if draft.coord.tile == 0 and channel.index < self.K:
+        if draft.coord.v_tile == 0 and channel.index < self.K:
             for t in cutlass.range(row.end, row.filled, unroll=1):
                 at = channel.buffer_at + offset(t, stride.buffer_log_decay_t)
                 ptx.store(Float32, at + channel.index * 4, Float32(0))
@@ -173,7 +173,7 @@ class ChannelDecays:
             rProduct[0] = rProduct[0] * decay
             decays[at] = decay
             products[at] = rProduct[0]
-            inside = (t < draft.row.end) & (draft.coord.tile == 0) & (index < self.K)
+            inside = (t < draft.row.end) & (draft.coord.v_tile == 0) & (index < self.K)
             log_decay_at = channel.buffer_at + offset(t, stride.buffer_log_decay_t)
             ptx.store_if(Float32, log_decay_at + index * 4, log_decay, inside)
 

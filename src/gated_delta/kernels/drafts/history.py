@@ -79,9 +79,9 @@ class DraftHistory:
 
         products_at: (t) -> S k and S q in shared memory.
         """
-        coord, tile, channel = draft.coord, self.history.tile, self.history.channel
+        coord, cta_rows, channel = draft.coord, self.history.cta_rows, self.history.channel
         cute.arch.sync_threads()
-        v_row = coord.o_row - coord.tile * tile
+        v_row = coord.o_row - coord.v_tile * cta_rows
         own = Int32(select_(coord.stores_o, draft.length, Int32(0)))
         for t in cutlass.range(own, unroll=1):
             s = products_at(t)
@@ -119,7 +119,7 @@ class DraftHistory:
             for t in cutlass.range_constexpr(len(us)):
                 if t < draft.length:
                     sU = self.history.u(draft, draft.row.first + t)
-                    sU[coord.o_row - coord.tile * self.history.tile] = us[t]
+                    sU[coord.o_row - coord.v_tile * self.history.cta_rows] = us[t]
 
     @cute.jit
     def fold_part(self, draft, slot, part_row):

@@ -86,7 +86,7 @@ class Layout:
         self.keeps_kq = self.channel or facts.history
         self.padded_K, self.warps = 8 * lanes_per_row(facts.K), facts.threads // 32
         self.rows_of_K = self.tokens * self.padded_K
-        self.tile = facts.rows * self.warps  # V rows of a CTA
+        self.cta_rows = facts.rows * self.warps  # V rows of a CTA
         # A k_block is 64 bytes of a state's row: 16 bytes per lane of a quad, two mma.sync steps.
         self.k_blocks = -(-facts.K * (4 if facts.state_dtype == "fp32" else 2) // 64)
         # An m_tile is 16 rows of the kq operand: k of eight tokens, then q of the same eight.
@@ -102,7 +102,7 @@ class Layout:
         self.at = Offsets(*offsets)
         if self.overlies:
             self.at = self.at._replace(products=0)
-        self.history = HistoryLayout(self.channel, self.padded_K, self.tokens, self.tile)
+        self.history = HistoryLayout(self.channel, self.padded_K, self.tokens, self.cta_rows)
 
     def shared_words(self, C: Any) -> Any:
         """Words of the CTA, with a buffer of C tokens."""

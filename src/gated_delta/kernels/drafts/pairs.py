@@ -53,8 +53,8 @@ class HeadPairs:
     def __init__(self, layout: Layout, decays):
         self.warp, self.decays = WarpPairs(layout), decays
 
-    def tiles(self, m):
-        """Right operands of eight tokens for the left operand's tile m."""
+    def right_operands(self, m):
+        """Number of right operands of eight tokens for 16 rows m of the left operand."""
         return m + 1
 
     def stage(self, draft):
@@ -89,7 +89,7 @@ class LanePairs:
         self.lanes, self.padded_K, self.row = state.lanes, state.padded_K, layout.pair_row
         self.groups = layout.facts.threads // self.lanes
 
-    def tiles(self, m):
+    def right_operands(self, m):
         return 0
 
     def k_operands(self, draft, kq, k_block, step):
@@ -246,7 +246,7 @@ class MmaPairs:
         self.k_over_b = Operand(layout, state, kq.dtype, layout.at.k_over_b, 2)
         self.lanes = LanePairs(layout, state, kq, 1, self.k_over_b)
 
-    def tiles(self, m):
+    def right_operands(self, m):
         return m + 1
 
     @cute.jit

@@ -92,7 +92,8 @@ class Products:
         """S k and S q of the warp's rows, and what `pairs` has of Akk and Aqk. -> load_late()."""
         m_tiles = range(self.m_tiles)
         skq = [[self.zero_accumulators() for _ in fragments] for _ in m_tiles]
-        pairs = [[self.zero_accumulators() for _ in range(self.pairs.tiles(m))] for m in m_tiles]
+        count = self.pairs.right_operands
+        pairs = [[self.zero_accumulators() for _ in range(count(m))] for m in m_tiles]
         for k_block in range(self.k_blocks):
             if k_block == self.late_k_block:
                 late = load_late()

@@ -9,7 +9,7 @@ The call's tokens follow them in the row. If it is full, decode folds all of the
 verify skips the sequence. With `tree` (device/tree.py) a token depends on its ancestors alone. A
 chain given as a tree has the same operations in the same order.
 
-CTA: `tile` V rows of one value head of one sequence, `rows` rows per warp.
+CTA: `cta_rows` V rows of one value head of one sequence, `rows` rows per warp.
 
 Warp roles: every warp loads its rows of the state and multiplies them. All threads load q and k,
 `lanes` neighbouring threads per token. The last warp loads beta and GDN's g, one token per lane.
@@ -65,11 +65,11 @@ Pointers, Strides, Sizes = (
 
 
 class Coord(NamedTuple):
-    """A thread's work: sequence, value head, tile and rows."""
+    """A thread's work: sequence, value head, V tile and rows."""
 
     n: Int32
     hv: Int32
-    tile: Int32
+    v_tile: Int32
     thread: Int32
     lane: Int32
     """Index among the `lanes` threads that share a token's q and k."""
@@ -96,7 +96,8 @@ class Verify:
         self.state = StateRows(f.K, f.state_dtype, f.rows)
         self.tokens = Tokens(self.state, f.axis, f.dtype, f.g_dtype, f.gate, f.qk_l2norm, f.aligned)
         self.token_tile, self.rows, self.threads = f.token_tile, f.rows, f.threads
-        self.channel, self.tile, self.tiles = layout.channel, layout.tile, f.V // layout.tile
+        self.channel, self.cta_rows = layout.channel, layout.cta_rows
+        self.v_tiles = f.V // self.cta_rows
         self.groups = f.threads // self.state.lanes  # tokens' q and k per access of the CTA
         self.norm = NoRowNorm(self.tokens.dtype)
         if f.norm:
@@ -156,7 +157,7 @@ class Verify:
         unused = (*self.norm.unused, *self.tree.unused, *self.history.unused)
         ptr, stride, size = (without(x, *unused) for x in (ptr, stride, size))
         self.kernel(ptr, scale, bound, stride, size).launch(
-            grid=sequence_grid(self.tiles * size.HV, size.N),
+            grid=sequence_grid(self.v_tiles * size.HV, size.N),
             block=(self.threads, 1, 1),
             smem=words * 4,
             stream=stream,
@@ -181,13 +182,13 @@ class Verify:
 
     def coord(self):
         thread, _, _ = cute.arch.thread_idx()
-        head_tile, n = sequence_cta()
-        tile, hv = head_tile % self.tiles, head_tile // self.tiles
-        warp_row = tile * self.tile + (thread // 32) * self.rows
+        head_v_tile, n = sequence_cta()
+        v_tile, hv = head_v_tile % self.v_tiles, head_v_tile // self.v_tiles
+        warp_row = v_tile * self.cta_rows + (thread // 32) * self.rows
         warp_lane = thread % 32
         o_row, stores_o = warp_row + warp_lane % self.rows, warp_lane < self.rows
         quad, lane = (thread % 32 // 4, thread % 4), thread % self.state.lanes
-        return Coord(n, hv, tile, thread, lane, warp_row, *quad, o_row, stores_o)
+        return Coord(n, hv, v_tile, thread, lane, warp_row, *quad, o_row, stores_o)
 
     # ------------------------------------------------------------ one sequence
 
