@@ -996,7 +996,7 @@ OURS = dict(linear_attn_decode_backend="gated_delta", linear_attn_prefill_backen
 @pytest.fixture(scope="session")
 def qwen3_5():
     """The shipped model."""
-    return Path(plugin.__file__).parents[1] / "demo/tiny_qwen3_5"
+    return Path(gated_delta.__file__).parent / "demo/tiny_qwen3_5"
 
 
 def by_transformers(model):
