@@ -14,6 +14,7 @@ from gated_delta import dispatch
 from gated_delta.kernels.prefill.arguments import SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES
 from gated_delta.memory import extent
 from gated_delta.ops import prefill as host
+from gated_delta.ops.prefill_kinds import TILES
 from gated_delta.problem import ACTIVATIONS
 from gated_delta.testing.cases import BUFFERED
 from gpu import (
@@ -363,7 +364,7 @@ def test_bits_do_not_depend_on_the_cta_of_a_value_head(path, HV, ctas, kernels):
     """The more SMs, the more CTAs of prepare share a k head's value heads."""
     one, results = call("head", 100, heads=(1, HV)), []
     for count in ctas:
-        assert host.prepare_heads(1, HV, 2, "tiles", sms=count) == HV // count
+        assert host.prepare_heads(1, HV, 2, TILES, sms=count) == HV // count
         with prefill_path(path, count), emulated(kernels):
             results.append(gd.prefill(**one, backend="cute"))
     want = gd.prefill(**one, backend="reference")

@@ -12,7 +12,7 @@ import torch
 
 import gated_delta as gd
 from gated_delta.gpus import FORCED, H200
-from gated_delta.ops import prefill as host
+from gated_delta.ops import prefill_kinds
 from gpu import needs_compiler, prefill_path, relative_error
 
 from . import Fault, emulated
@@ -177,7 +177,7 @@ def test_fp32_gates_of_channels_fit_in_less_shared_memory(kernels):
 def test_more_shared_memory_than_a_gpu_has_is_a_fault(kernels):
     """The scan of two stages."""
     with (
-        mock.patch.object(host, "scan_stages", return_value=2),
+        mock.patch.object(prefill_kinds, "scan_stages", return_value=2),
         emulated(kernels, gpu=FORCED["sm_86"]),
         pytest.raises(Fault, match="bytes of shared memory; a CTA has 101376"),
     ):
