@@ -286,8 +286,23 @@ BF16: dict[str, Any] = dict(dtype="bfloat16", enable_prefix_caching=True)
 
 @pytest.fixture(scope="session")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """vLLM without the plug-in."""
-    return run(tmp_path_factory.mktemp("own"), TRAINED, plugin=None, **BF16)
+    """vLLM without the plug-in, with the gaps between its two most likely tokens."""
+    job = dict(logprobs=2)
+    return run(tmp_path_factory.mktemp("own"), TRAINED, plugin=None, job=job, **BF16)
+
+
+TIE = 0.0625
+"""A gap of log probabilities that roundings of bf16 may close; CPUs round differently."""
+
+
+def same_but_for_ties(result: Run, plain: Run) -> bool:
+    """Whether each answer is the plain one, up to a token where the plain one nearly ties."""
+    answers = zip(result.tokens, plain.tokens, plain.rounds[0]["gaps"], strict=True)
+    parts = [
+        next((gap for x, y, gap in zip(ours, theirs, gaps, strict=True) if x != y), 0.0)
+        for ours, theirs, gaps in answers
+    ]
+    return max(parts) <= TIE
 
 
 def test_plugin_not_chosen(plain: Run) -> None:
@@ -1098,7 +1113,13 @@ def test_drafts_and_convolution_of_vllm(plain: Run, tmp_path: Path) -> None:
 
 def _as_planned(result: Run, model: Path, **asked: Any) -> None:
     """`check --engine` asks about the kernels that the engine looked for."""
-    asked |= dict(state_dtype=torch.float32)  # vLLM's on a CPU
+    # vLLM's choice on a CPU depends on the CPU's kernels.
+    (states,) = {
+        dict(x.split("=") for x in label.split()[1:])["state_dtype"]
+        for label in result.kernels["looked_for"]
+        if label.startswith("decode")
+    }
+    asked |= dict(state_dtype=dict(fp32=torch.float32, bf16=torch.bfloat16)[states])
     plan = preflight.plan(preflight.Asked("vllm", model, **asked), torch.device("cpu"))
     calls = [call for mode in plan.modes for call in mode.calls]
     labels = {variant.label for variant in load.needed(calls, H200)}
@@ -1132,7 +1153,7 @@ def test_tokens_of_vllm(plain: Run, tmp_path: Path) -> None:
     Another version, with the same code, is served.
     """
     result = run(tmp_path, TRAINED, job=dict(version="0.34.0"), **BF16)
-    assert result.tokens == plain.tokens
+    assert same_but_for_ties(result, plain)
     _all_on_gated_delta(result, "prefill", "decode")
     assert result.calls["norm"] == result.calls["decode"]
     _as_planned(result, TRAINED)
@@ -1141,7 +1162,7 @@ def test_tokens_of_vllm(plain: Run, tmp_path: Path) -> None:
 
 def test_layer_left_to_vllm(plain: Run, tmp_path: Path) -> None:
     result = run(tmp_path, TRAINED, job=dict(refuse=1), **BF16)
-    assert result.tokens == plain.tokens
+    assert same_but_for_ties(result, plain)
     places = [(row["decode"], row["prefill"]) for row in result.report]
     assert places == [("gated_delta",) * 2, ("vLLM: what a test says",) * 2, ("gated_delta",) * 2]
     assert (
@@ -1156,7 +1177,7 @@ def test_layer_left_to_vllm(plain: Run, tmp_path: Path) -> None:
 
 def test_engine_that_declines(plain: Run, tmp_path: Path) -> None:
     result = run(tmp_path, TRAINED, additional_config=dict(gated_delta=False), **BF16)
-    assert result.tokens == plain.tokens
+    assert same_but_for_ties(result, plain)
     assert result.calls == {}
     assert {row["decode"] for row in result.report} == {
         "vLLM: additional_config has gated_delta false"

@@ -300,6 +300,12 @@ def watch():
     Builder.__init__ = begin
 
 
+def gap(candidates):
+    """Log probability of the most likely token over that of the next."""
+    best, second = sorted((x.logprob for x in candidates.values()), reverse=True)[:2]
+    return best - second
+
+
 def main():
     job = json.load(sys.stdin)
     if "version" in job:
@@ -326,9 +332,8 @@ def main():
     from vllm import LLM, SamplingParams
 
     llm = LLM(skip_tokenizer_init=True, **job["engine"])
-    sampling = SamplingParams(
-        temperature=0, max_tokens=job["max_tokens"], detokenize=False, ignore_eos=True
-    )
+    options = dict(detokenize=False, ignore_eos=True, logprobs=job.get("logprobs"))
+    sampling = SamplingParams(temperature=0, max_tokens=job["max_tokens"], **options)
     prompts = [dict(prompt_token_ids=p) for p in job["prompts"]]
     rounds = []
     for n in range(job["rounds"]):
@@ -341,6 +346,7 @@ def main():
             dict(
                 tokens=[list(o.outputs[0].token_ids) for o in outputs],
                 cached=[o.num_cached_tokens for o in outputs],
+                gaps=[[gap(x) for x in o.outputs[0].logprobs or ()] for o in outputs],
             )
         )
     from gated_delta.integrations import vllm as plugin
