@@ -407,8 +407,6 @@ def check(
     With --engine: what that engine runs on gated_delta for a model on a GPU, and its kernels
     compared if that GPU is here.
     """
-    from .testing import cases, quick_cases
-
     report = Report("check", as_json, file)
     where = _device(device)
     force_level(context, level, where)
@@ -433,16 +431,8 @@ def check(
         except (ValueError, OSError) as problem:  # OSError: of the kernels' directory
             raise Refusal(getattr(problem, "strerror", None) or one_line(problem)) from None
         chosen, ran = plan.cases if plan.here else [], "cute"
-    list_cases = quick_cases if quick else cases
-    for name in op or list(Op) if plan is None else ():
-        listed = [case for case in list_cases(name.value) if filter in case.label]
-        if backend is Backend.cute:
-            listed = [case for case in listed if not case.reference_only]
-        if 0 < limit < len(listed):
-            listed = sorted(random.Random(0).sample(listed, limit), key=lambda case: case.seed)
-        chosen += listed
-    if not chosen and plan is None:
-        raise typer.BadParameter(f"no case's label contains {filter!r}", param_hint="--filter")
+    else:
+        chosen = _listed(op or list(Op), quick, filter, limit, backend)
     records: list[dict[str, Any]] = []
     began = time.monotonic()
     with report.measuring():
@@ -455,10 +445,39 @@ def check(
         report.show(*plan.tables())
         report.show(*plan.missing(), style="yellow")
 
-    columns = ("operation", "cases", "passed", "failed", "unsupported", "worst error / tolerance")
     backends = {record["backend"] for record in records if record["backend"]}
     ran = ", ".join(sorted(backends)) or ran
-    table = make_table(f"backend {ran} on {where}, {time.monotonic() - began:.0f} s", *columns)
+    _show_verdicts(report, records, f"backend {ran} on {where}, {time.monotonic() - began:.0f} s")
+    if plan is None and (card := card_of(where)) is not None and not report.interrupted:
+        report.show("Please report this line:", _line(str(card), records), wrap=False)
+    passed = all(record["status"] == "passed" for record in records)
+    report.leave(not passed or not (plan is None or plan.ours))
+
+
+def _listed(ops: Sequence[Op], quick: bool, part: str, limit: int, backend: Backend) -> list[Case]:
+    """The listed cases of these operations whose label contains `part`; a sample of `limit` each.
+
+    Raises BadParameter if there is none.
+    """
+    from .testing import cases, quick_cases
+
+    chosen: list[Case] = []
+    for name in ops:
+        listed = [x for x in (quick_cases if quick else cases)(name.value) if part in x.label]
+        if backend is Backend.cute:
+            listed = [case for case in listed if not case.reference_only]
+        if 0 < limit < len(listed):
+            listed = sorted(random.Random(0).sample(listed, limit), key=lambda case: case.seed)
+        chosen += listed
+    if not chosen:
+        raise typer.BadParameter(f"no case's label contains {part!r}", param_hint="--filter")
+    return chosen
+
+
+def _show_verdicts(report: Report, records: Sequence[Mapping[str, Any]], title: str) -> None:
+    """A table by operation, then every failure, then why cases are unsupported."""
+    columns = ("operation", "cases", "passed", "failed", "unsupported", "worst error / tolerance")
+    table = make_table(title, *columns)
     for name in Op:
         of_op = [record for record in records if record["op"] == name.value]
         if of_op:
@@ -476,10 +495,6 @@ def check(
     reasons = Counter(reason for record in records for reason in record["missing"])
     for reason, count in reasons.most_common():
         report.show(f"unsupported in {count} cases: needs {reason}", style="yellow")
-    if plan is None and (card := card_of(where)) is not None and not report.interrupted:
-        report.show("Please report this line:", _line(str(card), records), wrap=False)
-    passed = all(record["status"] == "passed" for record in records)
-    report.leave(not passed or not (plan is None or plan.ours))
 
 
 def _refuse_given(context: typer.Context, names: Sequence[str], expected: str) -> None:
