@@ -377,7 +377,7 @@ def result_of(stem, own, row):
     """An instruction's result: its type, and the bits of registers that may hold it."""
     to = "u32" if stem in ("popc", "bfind") else type_of(row.to, own)
     bits = bits_of(to) if to == "pred" else max(bits_of(to), 16)
-    # cvt to a 16-bit integer extends it to its register.
+    # cvt to an integer shorter than its register extends it.
     return to, {bits, 32} if stem.startswith("cvt") and to in CONVERTED[:4] else {bits}
 
 
