@@ -410,7 +410,7 @@ def check(
     report = Report("check", as_json, file)
     where = _device(device)
     force_level(context, level, where)
-    chosen: list[Case] = []
+    chosen: list[Case]
     plan: Plan | None = None
     ran = backend.value
     unused, how = (ENGINE_OPTIONS, "with") if engine is None else (LIST_OPTIONS, "without")

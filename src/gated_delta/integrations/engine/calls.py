@@ -6,6 +6,8 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Callable
 
+from gated_delta.problem import unique
+
 POWERS = frozenset(10**n for n in range(16))
 
 
@@ -40,7 +42,7 @@ class Calls:
 
     def lines(self) -> list[str]:
         """A line per kind of layer and operation, as key=value."""
-        return [self._line(*key) for key in dict.fromkeys(key[:2] for key in self.counts)]
+        return [self._line(family, op) for family, op in unique(key[:2] for key in self.counts)]
 
     def _line(self, family: str, op: str) -> str:
         ours, own = (self.counts.get((family, op, x), Counter()).total() for x in (True, False))

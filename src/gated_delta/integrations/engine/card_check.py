@@ -25,6 +25,7 @@ import torch
 
 from gated_delta import __version__, api, compile
 from gated_delta.gpus import H200, Card, card_of
+from gated_delta.problem import unique
 from gated_delta.testing import Case, Result, cases_like, run_case
 
 TIMEOUT = 300
@@ -68,9 +69,9 @@ def failing(calls: Iterable[tuple[str, Mapping[str, Any]]], log: Logger) -> dict
 
 def cases_of(calls: Iterable[tuple[str, Mapping[str, Any]]]) -> list[Case]:
     """The cases for these calls, of few heads."""
-    problems = dict.fromkeys(api.describe(op, **arguments) for op, arguments in calls)
+    problems = unique(api.describe(op, **arguments) for op, arguments in calls)
     drafts = next((problem for problem in problems if problem.op == "verify"), None)
-    return [*dict.fromkeys(case for x in problems for case in cases_like(x, drafts))]
+    return unique(case for x in problems for case in cases_like(x, drafts))
 
 
 def name_of(case: Case) -> str:

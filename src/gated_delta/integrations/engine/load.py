@@ -67,15 +67,17 @@ def load(calls: Sequence[Call], device: torch.device | Gpu, others: Sequence[Cal
     gpu = gpu_of(device)
     if gpu is None:
         return
-    variants, wanted = needed(calls, gpu), needed([*calls, *others], gpu)
-    missing: dict[str, str] = {}
+    variants = needed(calls, gpu)
+    missing: dict[str, UnsupportedProblem] = {}
     for variant in variants:
         try:
             compile.load(variant, gpu)
-        except compile.MissingKernel as error:
-            missing[variant.label] = f"{error.message}; {dispatch.how_to_build(wanted, gpu)}"
         except UnsupportedProblem as error:
-            missing[variant.label] = error.message
+            missing[variant.label] = error
     if missing:
         reason = f"{len(missing)} of the {len(variants)} kernels that this engine needs are missing"
-        raise UnsupportedProblem(f"{reason}: {next(iter(missing.values()))}", tuple(missing))
+        first = next(iter(missing.values()))
+        why = first.message
+        if isinstance(first, compile.MissingKernel):
+            why += f"; {dispatch.how_to_build(needed([*calls, *others], gpu), gpu)}"
+        raise UnsupportedProblem(f"{reason}: {why}", tuple(missing))

@@ -25,7 +25,7 @@ from gated_delta.compile import flag
 from gated_delta.integrations.engine import load
 from gated_delta.integrations.vllm import process
 from gated_delta.integrations.vllm.start import DEVICE
-from gated_delta.problem import MAX_BUFFER, KVBuffer
+from gated_delta.problem import MAX_BUFFER, KVBuffer, unique
 from gated_delta.replaced import replaced
 
 DRAFTS, RING = "GATED_DELTA_VLLM_KVBUFFER", "GATED_DELTA_VLLM_RING"
@@ -139,7 +139,7 @@ def lacks(layer: Any, backend: Any, vllm_config: Any) -> list[str]:
 
     backend: vLLM's attention backend for it.
     """
-    reasons = "; ".join(dict.fromkeys(layer.refused.values()))
+    reasons = "; ".join(unique(layer.refused.values()))
     parallel = vllm_config.parallel_config
     missing = {
         f"every operation on gated_delta, whose kernels lack {reasons}": bool(layer.refused),

@@ -38,7 +38,7 @@ from gated_delta.integrations.vllm import cuts, kvbuffer, process, start
 from gated_delta.integrations.vllm.calls import Recurrence
 from gated_delta.integrations.vllm.start import BACKEND, DEVICE
 from gated_delta.ops.launch import MAX_NORM
-from gated_delta.problem import CHECKPOINT_INTERVAL
+from gated_delta.problem import CHECKPOINT_INTERVAL, unique
 
 GRID = "get_mamba_prefill_checkpoint_grid"  # not in vLLM 0.32
 BLOCK = 8  # tokens per block of vLLM's prefill convolution
@@ -193,7 +193,7 @@ class Core(Recurrence, abstract.MambaBase):
         if (m.num_prefills and "prefill" in refused) or (
             m.num_decodes + m.num_spec_decodes and "decode" in refused
         ):
-            reason = "; ".join(dict.fromkeys(refused.values()))
+            reason = "; ".join(unique(refused.values()))
             counts = dict(decode=m.num_decodes, drafts=m.num_spec_decodes, prefill=m.num_prefills)
             for op in (op for op, count in counts.items() if count):
                 self._count(op, reason)
