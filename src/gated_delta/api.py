@@ -426,7 +426,7 @@ def _node(op: Operation, *arguments: Any) -> Any:
     # A schema takes 1 for True, True for 1, and a tensor's present value for either.
     for name, is_flag in op.flags.items():
         x = getattr(a, name)
-        if isinstance(x, bool) != is_flag and name not in op.numbers or isinstance(x, Tensor):
+        if (isinstance(x, bool) != is_flag and name not in op.numbers) or isinstance(x, Tensor):
             expected = "True or False" if is_flag else "no flag or tensor"
             raise TypeError(f"{name}: expected {expected}, got {type_name(x)}")
     a = op.allocated(a)

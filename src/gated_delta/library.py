@@ -14,7 +14,6 @@ import torch
 from . import api
 from .ops import OPERATIONS, Operation
 
-
 NUMBER = object()
 """The kind of an argument that is a flag or an int."""
 

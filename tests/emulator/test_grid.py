@@ -1,16 +1,14 @@
 """prefill(deterministic=L) on the emulator: bits in any batch, for any cut at multiples of L."""
 
-import contextlib
-
 import pytest
 import torch
 
 import gated_delta as gd
 from gated_delta.gpus import FORCED, H200
-from gpu import needs_compiler, prefill_path, relative_error
+from gpu import needs_compiler, relative_error
 
 from . import emulated
-from .calls import FEW_HEADS, SMS, call, decaying, largest_head_error
+from .calls import FEW_HEADS, call
 
 pytestmark = needs_compiler
 
@@ -29,7 +27,9 @@ def run(one, kernels, gpu=H200, **options):
         return gd.prefill(**one | options, deterministic=L, backend="cute")
 
 
-@pytest.mark.parametrize(("level", "axis"), [("sm_90a", "head"), ("sm_90a", "channel"), ("sm_80", "head")])
+@pytest.mark.parametrize(
+    ("level", "axis"), [("sm_90a", "head"), ("sm_90a", "channel"), ("sm_80", "head")]
+)
 @pytest.mark.parametrize("fast", [False, True])
 def test_bits_of_a_grid(level, axis, fast, kernels):
     gpu = {"sm_90a": H200, **FORCED}[level]

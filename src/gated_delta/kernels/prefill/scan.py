@@ -42,9 +42,10 @@ class WarpRole(enum.IntEnum):
 
 class PrefillScan(PrefillKernel):
     """windows: whether segments may start from zeros, a window of chunks early, where gates forget;
-    else from the state that state passing leaves. grid: whether they lie on a grid. checkpoints: whether it stores states between
+    else from the state that state passing leaves. checkpoints: whether it stores states between
     chunks, where a call asks for them. deterministic: whether a chunk's bits follow from its state
-    and tokens alone: docs/kernels/prefill.md, "What bits depend on".
+    and tokens alone: docs/kernels/prefill.md, "What bits depend on". grid: whether segments lie on
+    a grid.
     """
 
     def __init__(

@@ -94,7 +94,7 @@ class PrefillStatePassing(PrefillKernel):
         size = args.size
         hv, number = Int32(head % Int64(size.HV)), Int32(head // Int64(size.HV))
         n = number
-        by_number = size.N > size.whole_segments
+        by_number = size.whole_segments < size.N
         if by_number:
             n = find_sequence(args, number, lane, grid.first_whole)
         sequence = load_sequence(args, n)
@@ -207,7 +207,6 @@ class PrefillStatePassing(PrefillKernel):
         hopper.load_region(coord.shared + at, source, STATE_BYTES, full, coord.thread, THREADS)
         if cutlass.const_expr(not levels.current().bulk_copies):
             ptx.cp_async_arrive(full)
-
 
     def number(self, args, coord, segment):
         step = args.size.HV if self.on_grid else 1

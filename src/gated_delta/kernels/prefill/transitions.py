@@ -108,7 +108,8 @@ class PrefillTransitions(PrefillKernel):
         if grid.ends_in_state(args, work):
             if (work.segment == 0) & self.is_b(work) & (group >= 0):
                 self.copy_initial_state(args, coord)
-            begins_in_zeros = (work.segment == 0) & (self.mainloop.states.is_resumed(args, work) == 0)
+            resumed = self.mainloop.states.is_resumed(args, work) != 0
+            begins_in_zeros = (work.segment == 0) & (not resumed)
             forgets = False
             if cutlass.const_expr(self.has_windows):
                 forgets, coord = add_grid_window(args, coord)
@@ -156,7 +157,7 @@ class PrefillTransitions(PrefillKernel):
 
     @cute.jit
     def scan(self, args, coord, thread, known=None):
-        """Run the thread's warp role. known: on a grid, whether B is the state behind the segment."""
+        """Run the thread's warp role. known: on a grid, whether B is the state behind it."""
         if coord.group >= 0:
             if cutlass.const_expr(self.mma_groups > 1):
                 cute.arch.setmaxregister_increase(MMA_REGISTERS)
