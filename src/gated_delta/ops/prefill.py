@@ -249,6 +249,24 @@ def grid_of(deterministic: object) -> int | None:
     return tokens
 
 
+def scanned_segments(segments: int, ctas: int, sms: int) -> int:
+    """Segments of a sequence on a grid that one CTA scans in turn. ctas: for one segment of each.
+
+    Which number takes the fewest rounds of all SMs; each CTA costs about as much as a quarter of a
+    segment.
+    """
+
+    def cost(each: int) -> float:
+        return -(-ctas * -(-segments // each) // sms) * (each + 0.25)
+
+    return min(range(1, segments + 1), key=cost, default=1)
+
+
+def grid_slots(sequences: int, total: int, tokens: int) -> int:
+    """The most that packed sequences need if `tokens` of one take a slot, and each at least one."""
+    return max(-(-total // tokens), 1) if sequences == 1 else total // tokens + sequences
+
+
 def _final_shape(a: Arguments) -> tuple[int, ...]:
     return (tokens_of(a).num_sequences, *a.v.shape[2:], a.q.shape[3])
 
@@ -290,10 +308,12 @@ class PrefillLaunch(TokensLaunch):
         chunk_slots = max(-(-total // CHUNK) + N - 1 if packed else N * -(-T // CHUNK), N, 1)
         kind, segments, _ = plan.schedule
         assert segments - 1 <= MAX_TRANSITIONS, f"state passing: {segments} segments"
-        grid, whole_segments = problem.grid if kind.on_grid else None, 0
+        grid, whole_segments, scan_tokens = problem.grid if kind.on_grid else None, 0, 0
         if grid is not None:
             whole_segments = -(-total // grid) if packed else N * (T // grid)
-            segments = total // grid + N if packed else N * (T // grid + 1)
+            most = scanned_segments(-(-(total // N or T) // grid), N * HV * problem.V // 64, sms)
+            scan_tokens = grid * most
+            segments = grid_slots(N, total, scan_tokens) if packed else N * -(-T // scan_tokens)
         self.workspace = lay_out_workspace(
             WorkspaceShape(
                 N=N,
@@ -332,6 +352,7 @@ class PrefillLaunch(TokensLaunch):
                 else a.checkpoint_lens.shape[1],
                 grid_chunks=(grid or 0) // CHUNK,
                 whole_segments=whole_segments,
+                scan_chunks=scan_tokens // CHUNK,
             )
         )
 

@@ -16,7 +16,6 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from gated_delta.integrations.vllm import process
 from gated_delta.problem import CHECKPOINT_INTERVAL as GRID
 
-
 LEAST, WANTED, MOST = 512, 1024, 2048
 """Tokens of a segment of a deterministic prefill. Shorter ones cost more than they save."""
 STEPS = 4  # segments in a step's tokens: the scheduler leaves up to one of them unused

@@ -98,7 +98,8 @@ class PrefillSizes(NamedTuple):
     chunk_ctas: int
     """CTAs of prepare for a chunk of all heads: HV / cta_heads."""
     segments: int
-    """Segments of each sequence, scanned in parallel; on a grid those of all sequences, slots."""
+    """Segments of each sequence, scanned in parallel; on a grid the scan's slots, of `scan_chunks`
+    each, in all sequences."""
     sms: int
     """SMs of the GPU: the most CTAs of a persistent kernel."""
     scan_sms: int
@@ -111,6 +112,8 @@ class PrefillSizes(NamedTuple):
     """Chunks of a segment on a grid; 0: no grid."""
     whole_segments: int
     """Segments of so many chunks in all sequences, at most."""
+    scan_chunks: int
+    """Chunks that a CTA of the scan has on a grid: of one segment or of several, in turn."""
 
 
 class WorkspaceShape(NamedTuple):

@@ -45,7 +45,7 @@ class PrefillScan(PrefillKernel):
     else from the state that state passing leaves. checkpoints: whether it stores states between
     chunks, where a call asks for them. deterministic: whether a chunk's bits follow from its state
     and tokens alone: docs/kernels/prefill.md, "What bits depend on". grid: whether segments lie on
-    a grid.
+    a grid; a CTA may have several, and loads the state in front of each.
     """
 
     def __init__(
@@ -77,6 +77,7 @@ class PrefillScan(PrefillKernel):
             DTYPES[state_dtype],
             deterministic=deterministic,
             checkpoints=checkpoints,
+            on_grid=grid,
         )
 
     def ctas(self, args):
@@ -98,10 +99,12 @@ class PrefillScan(PrefillKernel):
         group = hopper.warp_uniform(group + 1) - 1 if hinted else group
         cta = hopper.warp_uniform(cta) if self.windows else cta
         if cutlass.const_expr(self.on_grid):
-            work = grid.scan_work(args, cta, self.v_tiles, thread % hopper.WARP)
+            lane = thread % hopper.WARP
+            work = grid.work_of(args, cta, self.v_tiles, lane, grid.first_slot)
         else:
             work = work_of(args, cta, self.v_tiles)
-        coord = scan_coord(args, work, ROWS, shared, thread % WARPGROUP, group)
+        chunks = args.size.scan_chunks if self.on_grid else None
+        coord = scan_coord(args, work, ROWS, shared, thread % WARPGROUP, group, chunks)
         if cutlass.const_expr(self.windows):
             self.prefetch(args, coord)
             hopper.wait_for_previous_kernel()
@@ -151,9 +154,8 @@ class PrefillScan(PrefillKernel):
         copied = in_place(args) & (grid.whole_segments(args, work) > 0)
         if (work.segment > 0) | copied:
             hopper.wait_for_previous_kernel()
-            # The state behind the segment before; nothing behind a sequence's last segment.
-            exists = (work.segment == 0) | grid.ends_in_state(args, grid.previous(work))
-            at = grid.start_state_at(args, work)
-            load_rows(at, Float32, D, rows, Int32(exists), state)
+            at = grid.state_at(args, work, coord.first_chunk)
+            has_chunks = coord.first_chunk < coord.end_chunk
+            load_rows(at, Float32, D, rows, Int32(has_chunks), state)
         else:
             self.mainloop.states.load_initial(args, work, rows, state)

@@ -101,8 +101,7 @@ class PrefillStatePassing(PrefillKernel):
         first = grid.first_whole(args, n, sequence.start)
         work = Work(sequence, load_slot(args, n), hv, Int32(0), Int32(0), Int32(0), first)
         whole = grid.whole_segments(args, work)
-        last = work._replace(segment=whole - 1)
-        end = whole - Int32(select_(grid.ends_in_state(args, last), 0, 1))
+        end = whole - Int32(not grid.is_needed(args, work, whole * size.grid_chunks))
         end = Int32(select_(by_number & (first != number), 0, end))
         return segment_of(args, work), end
 

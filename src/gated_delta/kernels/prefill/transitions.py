@@ -101,11 +101,13 @@ class PrefillTransitions(PrefillKernel):
 
     @cute.jit
     def run_on_grid(self, args, cta, shared, thread, group):
-        work = grid.whole_work(args, cta, self.row_tiles, thread % WARP)
-        coord = scan_coord(args, work, self.rows, shared, thread % WARPGROUP, group)
+        work = grid.work_of(args, cta, self.row_tiles, thread % WARP, grid.first_whole)
+        chunks = args.size.grid_chunks
+        coord = scan_coord(args, work, self.rows, shared, thread % WARPGROUP, group, chunks)
         cute.arch.sync_threads()
         hopper.wait_for_previous_kernel()
-        if grid.ends_in_state(args, work):
+        whole = work.segment < grid.whole_segments(args, work)
+        if whole & grid.is_needed(args, work, coord.end_chunk):
             if (work.segment == 0) & self.is_b(work) & (group >= 0):
                 self.copy_initial_state(args, coord)
             resumed = self.mainloop.states.is_resumed(args, work) != 0

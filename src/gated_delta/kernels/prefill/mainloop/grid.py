@@ -1,11 +1,11 @@
-"""Segments on a grid: of a fixed number of tokens, counted from a sequence's start in the call.
+"""Segments on a grid: of a fixed number L of tokens, counted from a sequence's start in the call.
 
-A sequence has whole segments and, behind them, one with the rest of its tokens, perhaps none. What
-the state is behind a whole segment follows from the state in front of it and from its tokens alone.
-So bits do not depend on where a prompt is cut, if at ends of segments. docs/math.md, "Segments".
+A sequence has whole segments and, behind them, the rest of its tokens. The state behind a whole
+segment follows from the state in front of it and from its tokens alone. So bits do not depend on
+where a prompt is cut, if at ends of segments. docs/math.md, "Segments".
 
-Whole segments of all sequences have numbers. Number p belongs to the sequence with packed token
-p L, to the segment that this token lies in: whole segments have at least L tokens between starts.
+Whole segments of all sequences have numbers. Token p L of packed tokens lies in the segment with
+number p: no two whole segments start within L tokens.
 """
 
 from cutlass import Int32, Int64
@@ -22,30 +22,22 @@ def segment_tokens(args):
 
 
 def first_slot(args, n, start):
-    """The scan's slot of a sequence's first segment: whole or not, it has at least one."""
-    dense = n * (args.size.T // segment_tokens(args) + 1)
-    packed = start // segment_tokens(args) + n
-    return Int32(select_(args.size.cu_seqlens_kind == 0, dense, packed))
+    """The scan's first slot of a sequence, which has at least one."""
+    tokens = args.size.scan_chunks * CHUNK
+    dense = n * ((args.size.T + tokens - 1) // tokens)
+    return Int32(select_(args.size.cu_seqlens_kind == 0, dense, start // tokens + n))
 
 
 def first_whole(args, n, start):
     """Number of a sequence's first whole segment, if it has one."""
-    dense = n * (args.size.T // segment_tokens(args))
-    packed = (start + segment_tokens(args) - 1) // segment_tokens(args)
-    return Int32(select_(args.size.cu_seqlens_kind == 0, dense, packed))
-
-
-def scan_work(args, number, row_tiles, lane):
-    """The scan's work tile by its number. row_tiles: of a head."""
-    return work_of(args, number, row_tiles, lane, first_slot)
-
-
-def whole_work(args, number, row_tiles, lane):
-    """A work tile of a whole segment by its number; behind a sequence's last one it has none."""
-    return work_of(args, number, row_tiles, lane, first_whole)
+    tokens = segment_tokens(args)
+    packed = (start + tokens - 1) // tokens
+    return Int32(select_(args.size.cu_seqlens_kind == 0, n * (args.size.T // tokens), packed))
 
 
 def work_of(args, number, row_tiles, lane, first):
+    """A work tile by its number. row_tiles: of a head. first: `first_slot`, for the scan, or
+    `first_whole`: a whole segment, behind the sequence's last one none."""
     size = args.size
     row_tile, hv = number % row_tiles, number // row_tiles % size.HV
     slot = number // (row_tiles * size.HV)
@@ -61,17 +53,18 @@ def whole_segments(args, work):
     return active_tokens(work) // segment_tokens(args)
 
 
-def ends_in_state(args, work):
-    """Whether the state behind a whole segment is needed: a token reads it, or it is stored."""
+def is_last(args, work):
+    """Whether a work tile of the scan ends its sequence."""
+    tokens = args.size.scan_chunks * CHUNK
+    slots = (active_tokens(work) + tokens - 1) // tokens
+    return work.segment == slots - Int32(slots > 0)
+
+
+def is_needed(args, work, chunk):
+    """Whether the state in front of a chunk, behind a segment, is: it is read there, or stored."""
     stored = (args.ptr.final_state != 0) | (args.size.checkpoints_per_sequence > 0)
-    behind = (work.segment + 1) * segment_tokens(args)
-    tokens = active_tokens(work)
-    return (behind < tokens) | ((behind == tokens) & stored)
-
-
-def previous(work):
-    """The work tile of the segment before."""
-    return work._replace(segment=work.segment - 1)
+    before, tokens = chunk * CHUNK, active_tokens(work)
+    return (before < tokens) | ((before == tokens) & stored)
 
 
 def end_state_at(args, number):
@@ -79,10 +72,13 @@ def end_state_at(args, number):
     return args.ptr.segment_states + number * STATE_BYTES
 
 
-def start_state_at(args, work):
-    """Address of the state in front of a segment; of the first one the copy."""
-    at = end_state_at(args, segment_of(args, previous(work)))
-    return Int64(select_(work.segment > 0, at, initial_state_at(args, segment_of(args, work))))
+def state_at(args, work, chunk):
+    """Address of the state in front of a chunk, a segment's first; of the first one the copy."""
+    segments = chunk // args.size.grid_chunks
+    behind = segment_of(args, work._replace(segment=segments - 1))
+    first = segment_of(args, work._replace(segment=Int32(0)))
+    at = initial_state_at(args, first)
+    return Int64(select_(segments > 0, end_state_at(args, behind), at))
 
 
 def initial_state_at(args, number):

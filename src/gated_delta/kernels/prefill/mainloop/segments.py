@@ -45,13 +45,12 @@ def segment_chunks(args, sequence):
     return (num_chunks(sequence.tokens) + args.size.segments - 1) // args.size.segments
 
 
-def scan_coord(args, work, rows, shared, thread, group):
-    """The coord of a work tile's segment, without a window. rows: V rows of the CTA."""
+def scan_coord(args, work, rows, shared, thread, group, per_segment=None):
+    """The coord of a work tile's segment, without a window. rows: V rows of the CTA. per_segment:
+    its chunks on a grid."""
     chunks = num_chunks(work.sequence.tokens)
-    if work.first_whole is None:
+    if per_segment is None:
         per_segment = segment_chunks(args, work.sequence)
-    else:
-        per_segment = args.size.grid_chunks
     first = cutlass.min(work.segment * per_segment, chunks)
     end = cutlass.min(first + per_segment, chunks)
     v_row = work.row_tile * rows + cutlass.max(group, 0) * WARPGROUP_ROWS
@@ -105,7 +104,7 @@ def chunks_that_forget(args, coord, end, most):
 
 def is_last(args, work):
     if work.first_whole is not None:
-        return work.segment == grid.whole_segments(args, work)
+        return grid.is_last(args, work)
     return work.segment == args.size.segments - 1
 
 
