@@ -764,14 +764,6 @@ def test_a_schedule_has_its_kernels_and_regions(launches, axis, path, kernels, r
         assert dict(variant.facts).get("windows", segments > 1) == (segments > 1)
 
 
-def test_state_passing_has_a_thread_for_each_transition(launches):
-    """512 and a last segment without one."""
-    with prefill_path(513, sms=132):
-        run("prefill", **prompts((1, 640)))
-    with prefill_path(514, sms=132), pytest.raises(AssertionError, match="514 segments"):
-        run("prefill", **prompts((1, 640)))
-
-
 def test_an_item_of_overlapped_has_whole_qk_heads(launches, monkeypatch):
     monkeypatch.setattr(on_host, "prepare_heads", lambda *_: 1)
     with prefill_path("overlapped"), pytest.raises(AssertionError, match="1 of 2 value heads"):

@@ -12,7 +12,6 @@ from .. import compile, reference
 from ..gpus import H200, Gpu
 from ..kernels.prefill.arguments import (
     CHUNK,
-    MAX_TRANSITIONS,
     PrefillPointers,
     PrefillSizes,
     PrefillStrides,
@@ -307,7 +306,6 @@ class PrefillLaunch(TokensLaunch):
         # At least N: prepare, where it ranks the sequences, has a CTA for each.
         chunk_slots = max(-(-total // CHUNK) + N - 1 if packed else N * -(-T // CHUNK), N, 1)
         kind, segments, _ = plan.schedule
-        assert segments - 1 <= MAX_TRANSITIONS, f"state passing: {segments} segments"
         grid, whole_segments, scan_tokens = problem.grid if kind.on_grid else None, 0, 0
         if grid is not None:
             whole_segments = -(-total // grid) if packed else N * (T // grid)

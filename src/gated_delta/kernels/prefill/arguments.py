@@ -25,10 +25,6 @@ RAW_SCALE_BYTES = 3584
 STATE_BYTES = 128 * 128 * 4
 """A state in the workspace, or a segment's M or B: fp32 [128, 128]."""
 
-MAX_TRANSITIONS = 512
-"""Segments of a sequence but the last: state passing has a thread for each one's flag. A grid has
-no such limit."""
-
 MAX_RAW_SEQUENCES = 32
 """Sequences of prepare_raw overlapped with scan_raw: a warp has one in each lane."""
 
