@@ -58,7 +58,7 @@ class Core(Recurrence, abstract.MambaBase):
         self.vllm_config = vllm_config
         self.refused: dict[str, str] = {}
         self.profiled = False
-        self.inputs = self.model_config.dtype
+        self.inputs, self.deterministic = self.model_config.dtype, envs.VLLM_BATCH_INVARIANT
         self.fuses_norm = V <= MAX_NORM and self._passes_gate()
         align = vllm_config.cache_config.mamba_cache_mode == "align"
         self.aligned = align and hasattr(abstract, GRID)
@@ -89,18 +89,14 @@ class Core(Recurrence, abstract.MambaBase):
                 f"{row:.1f} KiB beside {state:.1f} KiB a layer"
             )
 
-    @functools.cached_property
-    def deterministic(self) -> bool | int:
-        """prefill's, once vLLM has chosen its block's size."""
-        if not envs.VLLM_BATCH_INVARIANT:
-            return False
-        config = self.vllm_config
-        tokens = cuts.segment(config, config.cache_config.prefix_match_unit) or True
-        process.logger().info_once(f"gated_delta calls prefill with deterministic={tokens}")
-        return tokens
-
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
         super().bind_kv_cache(kv_cache)
+        if self.deterministic:  # by now vLLM has its blocks' size
+            config, few = self.vllm_config, self.sizes[1] <= cuts.FEW_HEADS
+            tokens = cuts.segment(config, config.cache_config.prefix_match_unit) if few else None
+            self.deterministic = tokens or True
+            asked = f"prefill with deterministic={self.deterministic}"
+            process.logger().info_once(f"gated_delta calls {asked} for {self.sizes[1]} heads")
         if self.ring:
             self.kvbuffer = kvbuffer.rows_of(self, kv_cache)
         exported = self._exports()
