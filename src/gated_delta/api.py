@@ -127,7 +127,8 @@ def prefill(
     deterministic: the bits of a sequence's outputs, states and checkpoints, per value head, depend
     on its own tokens, initial state and gate alone, not on N, H, HV or other sequences. With fp32
     states a prompt in several calls, split at multiples of 64 tokens, has the bits of one call.
-    Slower: docs/contract.md.
+    Slower: docs/contract.md. An int L, a multiple of 64: the same for splits at multiples of L
+    tokens, in segments of L tokens, which few heads and long prompts run faster.
 
     Returns (o [N, T, HV, V] in v's dtype, final_state). Raises TypeError or ValueError naming the
     argument, IndexError for an index past the pool (reference backend), UnsupportedProblem if the
