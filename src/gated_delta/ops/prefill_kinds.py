@@ -36,6 +36,8 @@ class Kind:
     """The scan runs beside the preparation and waits for its counters."""
     segmented: bool = False
     """Segments of a sequence are scanned at once."""
+    on_grid: bool = False
+    """Segments have a fixed number of tokens: Problem.grid."""
     most_sequences: int | None = None
 
     def __repr__(self) -> str:
@@ -84,14 +86,15 @@ def _facts(kind: Kind, problem: Problem, gpu: Gpu) -> dict[str, dict[str, Any]]:
     stages = {} if count is None else dict(stages=count)
     # Without q and Aqk a stage of transitions is small enough for one more.
     more = {} if count is None else dict(stages=count + 1)
+    grid: dict[str, Any] = dict(grid=True) if kind.on_grid else {}
     scan = facts("axis", "K", "V", "dtype", "state_dtype")
     return {
         "rank": dict(overlapped=kind.overlapped),
         "prepare": facts("axis", "K", "dtype") | gate | windows,
         "prepare_raw": gate,
-        "transitions": scan | more,
-        "state_passing": dict(V=problem.V) | stages,
-        "scan": scan | windows | checkpoints | stages,
+        "transitions": scan | more | grid,
+        "state_passing": dict(V=problem.V) | stages | grid,
+        "scan": scan | dict(windows=windows["windows"] and not grid) | checkpoints | stages | grid,
         "scan_raw": facts("g_dtype", "gate", "state_dtype") | checkpoints,
         "fused": gate | facts("state_dtype") | checkpoints,
         "overlapped": facts("axis") | gate | facts("state_dtype") | checkpoints,
@@ -111,7 +114,15 @@ def _is_deterministic(problem: Problem) -> bool:
 
 def _takes_segments(problem: Problem) -> bool:
     # Segments change bits; a CTA's rows, and where its chunks are prepared, do not.
-    return not _is_deterministic(problem) and {problem.K, problem.V} <= {64, 128}
+    return not _is_deterministic(problem) and _has_segments(problem)
+
+
+def _takes_grid(problem: Problem) -> bool:
+    return problem.grid is not None and _has_segments(problem)
+
+
+def _has_segments(problem: Problem) -> bool:
+    return {problem.K, problem.V} <= {64, 128}
 
 
 def _is_common(problem: Problem) -> bool:
@@ -141,6 +152,7 @@ SEGMENTS = Kind(
     hopper=False,
     segmented=True,
 )
+GRID = Kind("grid", SEGMENTS.kernels, _takes_grid, hopper=False, segmented=True, on_grid=True)
 OVERLAPPED = Kind("overlapped", ("overlapped",), _takes_overlapped, overlapped=True)
 FUSED = Kind("fused", ("fused",), _takes_fused, in_one_cta=True)
 RAW = Kind("raw", ("prepare_raw", "scan_raw"), _takes_raw, raw=True)

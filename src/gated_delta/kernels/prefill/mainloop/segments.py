@@ -15,6 +15,7 @@ from cutlass.cutlass_dsl import select_
 from ...device import ptx
 from ...device.hopper import WARP
 from ..layout import head_chunk, num_chunks
+from . import grid
 from .state import WARPGROUP_ROWS
 from .tile_scheduler import Work
 
@@ -44,9 +45,12 @@ def segment_chunks(args, sequence):
     return (num_chunks(sequence.tokens) + args.size.segments - 1) // args.size.segments
 
 
-def scan_coord(args, work, rows, shared, thread, group):
-    """The coord of a work tile's segment, without a window. rows: V rows of the CTA."""
-    chunks, per_segment = num_chunks(work.sequence.tokens), segment_chunks(args, work.sequence)
+def scan_coord(args, work, rows, shared, thread, group, per_segment=None):
+    """The coord of a work tile's segment, without a window. rows: V rows of the CTA. per_segment:
+    its chunks on a grid."""
+    chunks = num_chunks(work.sequence.tokens)
+    if per_segment is None:
+        per_segment = segment_chunks(args, work.sequence)
     first = cutlass.min(work.segment * per_segment, chunks)
     end = cutlass.min(first + per_segment, chunks)
     v_row = work.row_tile * rows + cutlass.max(group, 0) * WARPGROUP_ROWS
@@ -59,6 +63,14 @@ def add_window(args, coord):
     return coord._replace(first_chunk=coord.first_chunk - window_chunks(args, coord))
 
 
+def add_grid_window(args, coord):
+    """The coord of a whole segment from the window in front of its end on, if there is one."""
+    most = cutlass.min(args.size.grid_chunks, MAX_WINDOW)
+    window = chunks_that_forget(args, coord, coord.end_chunk, most)
+    first = Int32(select_(window > 0, coord.end_chunk - window, coord.first_chunk))
+    return window > 0, coord._replace(first_chunk=first)
+
+
 def has_window(coord):
     return coord.first_chunk < coord.first_stored
 
@@ -68,13 +80,19 @@ def window_chunks(args, coord):
 
     A warp, whose lanes have a chunk each. The first segment has no window, nor one without chunks.
     """
-    work, lane = coord.work, coord.thread % WARP
+    work = coord.work
     can_start = (work.segment > 0) & (work.segment < args.size.segments)
     can_start = can_start & (coord.first_chunk < coord.end_chunk)
     most = cutlass.min(cutlass.max(segment_chunks(args, work.sequence), SHORT_WINDOW), MAX_WINDOW)
     most = Int32(select_(can_start, cutlass.min(most, coord.first_chunk), 0))
+    return chunks_that_forget(args, coord, coord.first_chunk, most)
+
+
+def chunks_that_forget(args, coord, end, most):
+    """The fewest chunks in front of chunk `end`, at most so many, over which M is 0; 0: none."""
+    work, lane = coord.work, coord.thread % WARP
     # The last chunk before the segment first.
-    slot = work.sequence.first_slot + coord.first_chunk - 1 - lane
+    slot = work.sequence.first_slot + end - 1 - lane
     at = args.ptr.transition_norms + head_chunk(args, slot, work.hv) * 4
     norm = ptx.select(lane < most, ptx.load(Float32, at, lane < most), Float32(1))
     for step in (1, 2, 4, 8, 16):
@@ -85,6 +103,8 @@ def window_chunks(args, coord):
 
 
 def is_last(args, work):
+    if work.first_whole is not None:
+        return grid.is_last(args, work)
     return work.segment == args.size.segments - 1
 
 
