@@ -699,7 +699,7 @@ class Checker:
             raise ValueError(f"{name}: {expected}, got {dim}={size}")
 
     def norm(self, a: Any) -> None:
-        """Check norm and z of a decode or verify: both or neither."""
+        """Check norm and z: both or neither."""
         if a.norm_weight is None:
             absent("z", a.z, "without norm")
             return

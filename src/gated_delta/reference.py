@@ -739,6 +739,8 @@ def prefill(
     final_state: Tensor | None,
     checkpoints: Tensor | None,
     deterministic: bool,
+    norm: GatedNorm | None,
+    z: Tensor | None,
     out: Tensor,
     **indices: Any,
 ) -> None:
@@ -763,6 +765,10 @@ def prefill(
             states = (chunked_apart if deterministic else chunked)(
                 flatten(tokens), starts, lengths, states, o, checkpoints=destinations
             )
+            for start, length in zip(starts, lengths, strict=True) if norm is not None else ():
+                assert z is not None
+                rows = slice(start, start + length)
+                o[rows] = _finished(o[rows], o.dtype, norm, z.flatten(0, 1)[rows])
         if state is not None:
             state[[slots[n] for n in active]] = rounded(states[active], state.dtype)
         if final_state is not None:
