@@ -1,0 +1,168 @@
+"""The gated norm in fused and scan_raw: producer warpgroups normalise the outputs of MMA warps.
+
+An MMA warpgroup leaves o of a chunk in shared memory, over v. A producer warpgroup reads it to
+registers, starts the copy of v of two chunks later to its place, and stores the norm to memory. It
+is `lag` chunks ahead then: each chunk's coordinates wait in shared memory, across work tiles.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Uint32
+
+from ...device import hopper, ptx
+from ...device.args import offset
+from ...device.norm import QUAD_VECTORS, normalise_vectors, weight_address
+from .. import layout
+from ..arguments import CHUNK
+from ..layout import D
+from .tile_scheduler import active_tokens
+
+RECORDS = 8
+"""Chunks whose coordinates a warp has in shared memory."""
+RECORD_BYTES = 16
+WARP_BYTES = (RECORDS + 1) * RECORD_BYTES
+"""The records of a warp, then the number of its chunks."""
+ROWS = 2  # of a lane
+VECTORS = range(0, D // 8, QUAD_VECTORS)
+
+
+class Record(NamedTuple):
+    """Where a chunk's o goes: sequence (0 when packed), first token, value head, tokens left."""
+
+    n: Int32
+    token: Int32
+    hv: Int32
+    left: Int32
+
+
+class OutputNorm:
+    """groups: producer warpgroups, which take chunks in turns. lag: chunks from one that a group
+    produces back to the one that it normalises. terms: the pipeline's ring. values: SwizzledTile of
+    an MMA warpgroup's v and o. v: offset of two stages of both warpgroups' values.
+    """
+
+    def __init__(self, smem, groups, lag, terms, values, v):
+        self.groups, self.lag, self.terms, self.values, self.v = groups, lag, terms, values, v
+        self.ring = smem.add_ring(2, producers=2 * hopper.WARPGROUP // hopper.WARP)
+        self.weight = smem.add(groups * D * 4, 128)
+        self.records = smem.add(groups * 4 * WARP_BYTES, 16)
+
+    @cute.jit
+    def start(self, args, shared, thread):
+        """A group stages the weight and has no chunks yet. thread: among the groups'."""
+        at = weight_address(args, thread % D)
+        weight = ptx.load_scalar(at, args.size.norm_weight_kind)
+        ptx.store_shared_f32(shared + self.weight + thread * 4, weight)
+        ptx.store_shared(self.count_at(shared, thread), Uint32(0), thread % hopper.WARP == 0)
+        index = thread // hopper.WARPGROUP
+        hopper.NamedBarrier.OUTPUT.sync(hopper.WARPGROUP, index)
+
+    # ---------------------------------------------------------------------------- records
+
+    def record_at(self, shared, thread, number):
+        at = shared + self.records + thread // hopper.WARP * WARP_BYTES
+        return at + number // self.groups % RECORDS * RECORD_BYTES
+
+    def count_at(self, shared, thread):
+        """Address of the number behind the group's last chunk."""
+        return shared + self.records + thread // hopper.WARP * WARP_BYTES + RECORDS * RECORD_BYTES
+
+    def record(self, shared, thread, number):
+        return Record(*(Int32(x) for x in ptx.load_shared_x4(self.record_at(shared, thread, number))))
+
+    @cute.jit
+    def add(self, args, work, shared, thread, number, chunk):
+        """Add a chunk of a work tile, by its number in the pipeline; prefetch its z to L2."""
+        n, first = layout.tma_row(args, work.sequence), chunk * CHUNK
+        record = Record(n, work.sequence.start + first, work.hv, active_tokens(work) - first)
+        if thread % hopper.WARP == 0:
+            words = [Uint32(x) for x in record]
+            ptx.store_shared_x4(self.record_at(shared, thread, number), words)
+            ptx.store_shared(self.count_at(shared, thread), Uint32(number + 1))
+        cute.arch.sync_warp()
+        row, half = thread % hopper.WARPGROUP // 2, thread % 2
+        z_at = self.row_at(args, "z", record, row) + half * 128
+        ptx.prefetch_l2(z_at, row < record.left)
+        if number < 2:
+            self.start_v(args, shared, thread, number)
+
+    def row_at(self, args, name, record, row):
+        stride = {x: getattr(args.stride, f"{name}_{x}") for x in "nth"}
+        at = getattr(args.ptr, name) + offset(record.n, stride["n"]) + offset(record.hv, stride["h"])
+        return at + offset(record.token + row, stride["t"])
+
+    # ---------------------------------------------------------------------------- v, o
+
+    @cute.jit
+    def start_v(self, args, shared, thread, number):
+        """Warp 0 of the group: start the copies of a chunk's v for both MMA warpgroups."""
+        if thread % hopper.WARPGROUP // hopper.WARP == 0:
+            record, stage = self.record(shared, thread, number), self.terms.stage_of(number)
+            with cute.arch.elect_one():
+                self.terms.producer_expect(shared, stage, 2 * self.values.bytes)
+            full = self.terms.full_at(shared, stage)
+            for group in range(2):
+                box = hopper.BoxCoord(record.n, record.token, record.hv, Int32(group))
+                at = self.values_at(shared, stage, group)
+                hopper.copy_box(args.maps.v, self.values, box, at, full)
+
+    def values_at(self, shared, stage, group):
+        return shared + self.v + (stage * 2 + group) * self.values.bytes
+
+    def row(self, thread, i):
+        """The lane's i-th token of the chunk: quads of eight lanes have tokens 4 apart, which lie
+        in different banks."""
+        quad = thread % hopper.WARPGROUP // QUAD_VECTORS
+        return quad // 8 * 8 + quad % 2 * 4 + quad % 8 // 2 + i * (CHUNK // ROWS)
+
+    @cute.jit
+    def take(self, args, shared, thread, number, o):
+        """Read o of a chunk to registers, and start the copy of v two chunks later."""
+        self.ring.consumer_wait(shared, *self.ring.locate(number))
+        stage = self.terms.stage_of(number)
+        for i in cutlass.range_constexpr(ROWS):
+            row = self.row(thread, i)
+            for j in cutlass.range_constexpr(len(VECTORS)):
+                vector = thread % QUAD_VECTORS + VECTORS[j] % 8
+                at = self.values_at(shared, stage, VECTORS[j] // 8)
+                words = ptx.load_shared_x4(at + self.values.offset_in_block(row, row, vector))
+                for w in cutlass.range_constexpr(4):
+                    o[w, j, i] = words[w]
+        # Of each stage: no warp comes again before v, which warp 0 copies in between.
+        if thread % hopper.WARPGROUP // hopper.WARP == 0:
+            hopper.NamedBarrier.OUTPUT.sync(hopper.WARPGROUP, stage)
+            if number + 2 < Int32(ptx.load_shared(self.count_at(shared, thread))):
+                self.start_v(args, shared, thread, number + 2)
+        else:
+            hopper.NamedBarrier.OUTPUT.arrive(hopper.WARPGROUP, stage)
+
+    @cute.jit
+    def finish(self, args, shared, thread, number, o):
+        """Store the norm of o that `take` has read."""
+        record = self.record(shared, thread, number)
+        lane_at = thread % QUAD_VECTORS * 16
+        weight_at = shared + self.weight + thread // hopper.WARPGROUP * (4 * D) + 2 * lane_at
+        for i in cutlass.range_constexpr(ROWS):
+            row = self.row(thread, i)
+            active = row < record.left
+            z_at, o_at = (self.row_at(args, name, record, row) + lane_at for name in "zo")
+            z = [ptx.load_words(z_at + 16 * j, active) for j in VECTORS]
+            words = [[o[w, j, i] for w in range(4)] for j in range(len(VECTORS))]
+            normalised = normalise_vectors(args, words, z, weight_at, cutlass.BFloat16)
+            for j in cutlass.range_constexpr(len(VECTORS)):
+                ptx.store_words(o_at + 16 * VECTORS[j], normalised[j], active)
+
+    def registers(self):
+        """Room for a lane's part of o."""
+        return cute.make_rmem_tensor((4, len(VECTORS), ROWS), Uint32)
+
+    @cute.jit
+    def drain(self, args, shared, thread):
+        """Normalise the group's chunks that are left behind the last work tile."""
+        end, o = Int32(ptx.load_shared(self.count_at(shared, thread))), self.registers()
+        first = cutlass.max(end - self.lag, 0)
+        for number in cutlass.range(first, end, self.groups, unroll=1):
+            self.take(args, shared, thread, number, o)
+            self.finish(args, shared, thread, number, o)
