@@ -11,7 +11,7 @@ import cutlass.cute as cute
 
 from .device import hopper, ptx
 from .device.args import DTYPES
-from .device.norm import QUAD_VECTORS, normalise_vectors, weight_address
+from .device.norm import QUAD_VECTORS, normalised_vector, rstd_of_vectors, weight_address
 from .prefill import layout
 from .prefill.arguments import CHUNK
 from .prefill.kernel import PrefillKernel
@@ -71,6 +71,9 @@ class Norm(PrefillKernel):
             o, z = (
                 [ptx.load_words(at + 16 * j, active) for j in self.vectors] for at in (o_at, z_at)
             )
-            normalised = normalise_vectors(args, o, z, shared + lane_at * 2, self.dtype)
+            rstd = rstd_of_vectors(args, o, self.dtype)
             for i in cutlass.range_constexpr(len(self.vectors)):
-                ptx.store_words(o_at + 16 * self.vectors[i], normalised[i], active)
+                j = self.vectors[i]
+                weight_at = shared + lane_at * 2 + 32 * j
+                words = normalised_vector(args, o[i], z[i], rstd, weight_at, self.dtype)
+                ptx.store_words(o_at + 16 * j, words, active)

@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float16, Float32, Int32
+from cutlass import Float16, Float32, Int32, Uint32
 from cutlass.cute.arch import shuffle_sync, shuffle_sync_bfly
 from cutlass.cutlass_dsl import select_
 
@@ -11,6 +11,7 @@ from . import arithmetic, ptx
 from .args import offset, tensor_at
 from .recurrent import nothing, shared_tensor, shared_vector
 
+LOG2_E = 1.4426950408889634
 NORM = ("z", "norm_")
 """How the names of a norm's arguments begin."""
 LOADS = 8  # elements of z per thread in flight
@@ -32,7 +33,7 @@ def load_weight(args, row, condition):
 
 
 def activated(args, z):
-    gate = arithmetic.sigmoid(z)
+    gate = ptx.reciprocal(Float32(1) + ptx.exp2(z * Float32(-LOG2_E)))
     return ptx.select(args.size.norm_sigmoid != 0, gate, z * gate)
 
 
@@ -63,29 +64,34 @@ QUAD_VECTORS = 4
 """Lanes of a row: lane m has its 16-byte vectors m, m + 4, ..., in which bits follow decode's."""
 
 
-def normalise_vectors(args, o, z, weight_at, dtype):
-    """The norm of a row, of which a lane of four has the vectors o and z: [V / 32][4] words.
+def rstd_of_vectors(args, words, dtype):
+    """1 / RMS of a row, of which a lane of four has the vectors `words`: [V / 32][4].
 
-    weight_at: shared address of the weight, fp32, from the lane's first vector on. Returns words.
     The sum of squares adds as decode's: rows l, l + 32, ... in order, then l and l + 16, + 8, ...
     """
-    rows = [ptx.unpack(words, dtype) for words in o]
     squares = [Float32(0)] * 8
-    for row in rows:
+    for vector in words:
+        row = ptx.unpack(vector, dtype)
         squares = [cute.math.fma(x, x, total) for x, total in zip(row, squares, strict=True)]
     for lanes in (2, 1):
         squares = [x + shuffle_sync_bfly(x, offset=lanes) for x in squares]
     while len(squares) > 1:
         half = len(squares) // 2
         squares = [a + b for a, b in zip(squares[:half], squares[half:], strict=True)]
-    rstd = rstd_of(args, squares[0], 8 * QUAD_VECTORS * len(o))
-    normalised = []
-    for i, (row, words) in enumerate(zip(rows, z, strict=True)):
-        gates = [activated(args, x) for x in ptx.unpack(words, dtype)]
-        weights = ptx.load_shared_f32x8(weight_at + i * (32 * QUAD_VECTORS))
-        xs = [x * rstd * (act * w) for x, act, w in zip(row, gates, weights, strict=True)]
-        normalised.append([ptx.pack_x2(xs[i], xs[i + 1], dtype) for i in range(0, 8, 2)])
-    return normalised
+    return rstd_of(args, squares[0], 8 * QUAD_VECTORS * len(words))
+
+
+def normalised_vector(args, o, z, rstd, weight_at, dtype):
+    """Words of o * rstd * weight * act(z), from words of o and z and 8 fp32 in shared memory."""
+    weights, words = ptx.load_shared_f32x8(weight_at), []
+    # Opaque: unpacked again, so that a row's words alone stay in registers.
+    for i, (x, gate) in enumerate(zip(o, z, strict=True)):
+        pair = ptx.unpack([Uint32(ptx.opaque(Int32(x)))], dtype), ptx.unpack([gate], dtype)
+        low, high = (
+            pair[0][j] * rstd * (activated(args, pair[1][j]) * weights[2 * i + j]) for j in range(2)
+        )
+        words.append(ptx.pack_x2(low, high, dtype))
+    return words
 
 
 # ------------------------------------------------------------ decode

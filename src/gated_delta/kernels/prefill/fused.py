@@ -216,9 +216,8 @@ class PrefillFused(PrefillKernel):
         chunk's copies, whose stage has just been released. Returns whether they are started."""
         chunk, number = iteration - work.iterations_before, iteration - LAG
         self.outputs.add(args, work, shared, thread, iteration, chunk)
-        o = self.outputs.registers()
         if number >= 0:
-            self.outputs.take(args, shared, thread, number, o)
+            self.outputs.wait(shared, number)
         if (thread // 32 == 0) & (not started) & (active_tokens(work) > (chunk + 1) * CHUNK):
             stage, phase = self.tokens.locate(iteration + 1)
             if self.tokens.producer_try_acquire(shared, stage, phase):
@@ -226,7 +225,7 @@ class PrefillFused(PrefillKernel):
                 self.start_qk(args, work, shared, stage, token)
                 started = True
         if number >= 0:
-            self.outputs.finish(args, shared, thread, number, o)
+            self.outputs.normalise(args, shared, thread, number)
         return started
 
     def start_qk(self, args, work, shared, stage, token):

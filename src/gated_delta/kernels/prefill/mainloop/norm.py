@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Uint32
+from cutlass import BFloat16, Int32, Uint32
 
 from ...device import hopper, ptx
 from ...device.args import offset
-from ...device.norm import QUAD_VECTORS, normalise_vectors, weight_address
+from ...device.norm import QUAD_VECTORS, normalised_vector, rstd_of_vectors, weight_address
 from .. import layout
 from ..arguments import CHUNK
 from ..layout import D
@@ -117,20 +117,42 @@ class OutputNorm:
         quad = thread % hopper.WARPGROUP // QUAD_VECTORS
         return quad // 8 * 8 + quad % 2 * 4 + quad % 8 // 2 + i * (CHUNK // ROWS)
 
-    @cute.jit
-    def take(self, args, shared, thread, number, o):
-        """Read o of a chunk to registers, and start the copy of v two chunks later."""
+    def wait(self, shared, number):
+        """Wait for o of a chunk."""
         self.ring.consumer_wait(shared, *self.ring.locate(number))
-        stage = self.terms.stage_of(number)
+
+    @cute.jit
+    def normalise(self, args, shared, thread, number):
+        """Store the norm of o of a chunk; start the copy of v two chunks later over it."""
+        record, stage = self.record(shared, thread, number), self.terms.stage_of(number)
+        self.wait(shared, number)
         for i in cutlass.range_constexpr(ROWS):
             row = self.row(thread, i)
-            for j in cutlass.range_constexpr(len(VECTORS)):
-                vector = thread % QUAD_VECTORS + VECTORS[j] % 8
-                at = self.values_at(shared, stage, VECTORS[j] // 8)
-                words = ptx.load_shared_x4(at + self.values.offset_in_block(row, row, vector))
-                for w in cutlass.range_constexpr(4):
-                    o[w, j, i] = words[w]
-        # Of each stage: no warp comes again before v, which warp 0 copies in between.
+            z = self.load_z(args, record, thread, row)
+            o = self.load_o(shared, thread, stage, row)
+            if cutlass.const_expr(i == ROWS - 1):
+                self.release(args, shared, thread, number)
+            self.store_row(args, record, shared, thread, row, o, z)
+
+    def load_z(self, args, record, thread, row):
+        at = self.row_at(args, "z", record, row) + thread % QUAD_VECTORS * 16
+        return [ptx.load_words(at + 16 * j, row < record.left) for j in VECTORS]
+
+    def load_o(self, shared, thread, stage, row):
+        words = []
+        for j in VECTORS:
+            at = self.values_at(shared, stage, j // 8)
+            at += self.values.offset_in_block(row, row, thread % QUAD_VECTORS + j % 8)
+            words.append(ptx.load_shared_x4(at))
+        return words
+
+    @cute.jit
+    def release(self, args, shared, thread, number):
+        """All of o is in registers: start the copy of v two chunks later.
+
+        A barrier of each stage: no warp comes again before that v, which warp 0 copies in between.
+        """
+        stage = self.terms.stage_of(number)
         if thread % hopper.WARPGROUP // hopper.WARP == 0:
             hopper.NamedBarrier.OUTPUT.sync(hopper.WARPGROUP, stage)
             if number + 2 < Int32(ptx.load_shared(self.count_at(shared, thread))):
@@ -138,31 +160,19 @@ class OutputNorm:
         else:
             hopper.NamedBarrier.OUTPUT.arrive(hopper.WARPGROUP, stage)
 
-    @cute.jit
-    def finish(self, args, shared, thread, number, o):
-        """Store the norm of o that `take` has read."""
-        record = self.record(shared, thread, number)
+    def store_row(self, args, record, shared, thread, row, o, z):
         lane_at = thread % QUAD_VECTORS * 16
         weight_at = shared + self.weight + thread // hopper.WARPGROUP * (4 * D) + 2 * lane_at
-        for i in cutlass.range_constexpr(ROWS):
-            row = self.row(thread, i)
-            active = row < record.left
-            z_at, o_at = (self.row_at(args, name, record, row) + lane_at for name in "zo")
-            z = [ptx.load_words(z_at + 16 * j, active) for j in VECTORS]
-            words = [[o[w, j, i] for w in range(4)] for j in range(len(VECTORS))]
-            normalised = normalise_vectors(args, words, z, weight_at, cutlass.BFloat16)
-            for j in cutlass.range_constexpr(len(VECTORS)):
-                ptx.store_words(o_at + 16 * VECTORS[j], normalised[j], active)
-
-    def registers(self):
-        """Room for a lane's part of o."""
-        return cute.make_rmem_tensor((4, len(VECTORS), ROWS), Uint32)
+        o_at, rstd = self.row_at(args, "o", record, row) + lane_at, rstd_of_vectors(args, o, BFloat16)
+        for i, j in enumerate(VECTORS):
+            words = normalised_vector(args, o[i], z[i], rstd, weight_at + 32 * j, BFloat16)
+            ptx.store_words(o_at + 16 * j, words, row < record.left)
 
     @cute.jit
     def drain(self, args, shared, thread):
         """Normalise the group's chunks that are left behind the last work tile."""
-        end, o = Int32(ptx.load_shared(self.count_at(shared, thread))), self.registers()
-        first = cutlass.max(end - self.lag, 0)
-        for number in cutlass.range(first, end, self.groups, unroll=1):
-            self.take(args, shared, thread, number, o)
-            self.finish(args, shared, thread, number, o)
+        end = Int32(ptx.load_shared(self.count_at(shared, thread)))
+        for number in cutlass.range(
+            cutlass.max(end - self.lag, 0), end, self.groups, unroll=1
+        ):
+            self.normalise(args, shared, thread, number)
