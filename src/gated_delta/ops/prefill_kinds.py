@@ -44,7 +44,7 @@ class Kind:
     @property
     def has_epilogue(self) -> bool:
         """Whether its scan has a form with the gated norm; else a pass of its own follows."""
-        return self.in_one_cta
+        return self.in_one_cta or self.raw
 
     @property
     def rows(self) -> int:
@@ -101,7 +101,7 @@ def _facts(kind: Kind, problem: Problem, gpu: Gpu) -> dict[str, dict[str, Any]]:
         "transitions": scan | more,
         "state_passing": dict(V=problem.V) | stages,
         "scan": scan | windows | checkpoints | stages,
-        "scan_raw": facts("g_dtype", "gate", "state_dtype") | checkpoints,
+        "scan_raw": facts("g_dtype", "gate", "state_dtype") | checkpoints | norm,
         "fused": gate | facts("state_dtype") | checkpoints | norm,
         "overlapped": facts("axis") | gate | facts("state_dtype") | checkpoints,
     }

@@ -88,6 +88,13 @@ class OutputNorm:
         if number < 2:
             self.start_v(args, shared, thread, number)
 
+    @cute.jit
+    def follow(self, args, work, shared, thread, number, chunk):
+        """`add` a chunk, and normalise the one `lag` chunks before."""
+        self.add(args, work, shared, thread, number, chunk)
+        if number >= self.lag:
+            self.normalise(args, shared, thread, number - self.lag)
+
     def row_at(self, args, name, record, row):
         stride = {x: getattr(args.stride, f"{name}_{x}") for x in "nth"}
         at = getattr(args.ptr, name) + offset(record.n, stride["n"]) + offset(record.hv, stride["h"])
@@ -172,7 +179,6 @@ class OutputNorm:
     def drain(self, args, shared, thread):
         """Normalise the group's chunks that are left behind the last work tile."""
         end = Int32(ptx.load_shared(self.count_at(shared, thread)))
-        for number in cutlass.range(
-            cutlass.max(end - self.lag, 0), end, self.groups, unroll=1
-        ):
+        first = cutlass.max(end - 1 - self.lag + self.groups, 0)
+        for number in cutlass.range(first, end, self.groups, unroll=1):
             self.normalise(args, shared, thread, number)
