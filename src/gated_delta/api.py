@@ -107,8 +107,8 @@ def prefill(
     max_seqlen: tokens of the longest packed sequence, an int, if the caller knows it; the host does
     not read cu_seqlens. It affects the schedule alone: a wrong value costs time, never correctness.
     None for dense tokens.
-    norm, z: the layer's gated RMSNorm of o, applied to o rounded to v's dtype; z [N, T, HV, V] in
-    v's dtype. States and checkpoints do not depend on them.
+    norm, z: the layer's gated RMSNorm of o, applied to o rounded to v's dtype; z [N, T, HV, V] or
+    [N, T, H, HV/H, V] in v's dtype. States and checkpoints do not depend on them.
 
     Functional: starts from initial_state [N, HV, V, K] (fp32, bf16 or fp16; zeros when None), which
     is not written. With output_final_state=True returns a new final_state in its dtype (fp32
@@ -208,7 +208,7 @@ def decode(
     cache, slower with few sequences. A 16-bit state is rounded only where tokens go into it. No two
     sequences may name one row or slot. Not with write_indices, num_accepted, intermediate_states,
     [N, W] state_indices or update_state=False.
-    norm, z as for prefill.
+    norm, z as for prefill; z [N, T, HV, V].
     Inactive sequences, null_index (of state_indices and write_indices), out, backend and errors as
     for prefill.
 

@@ -4,16 +4,15 @@ import pytest
 import torch
 
 import gated_delta as gd
-from gpu import PERSISTENT, needs_compiler, prefill_path
+from gpu import needs_compiler, prefill_path
 
 from . import emulated
 from .calls import SMS, call
 
 pytestmark = needs_compiler
 
-LENGTHS = (65, 0, 3, 70)
-"""Packed: a last chunk of one token, an empty sequence, an inactive one, a chunk and six tokens."""
-INACTIVE = 2
+LENGTHS, PADDING = (65, 0, 3, 2), 2
+"""Packed: a last chunk of one token, an empty sequence, an inactive one, two tokens."""
 
 
 def norm_by_decode(o, norm, z):
@@ -28,49 +27,42 @@ def norm_by_decode(o, norm, z):
     return gd.decode(q, q, v, **scalars, norm=norm, z=z, state=state, **exact).view(o.shape)
 
 
-def hostile(V, dtype, T):
-    """z of all sizes with NaN, and strides of a fused projection; weights of both signs."""
+def hostile(T, HV, V, dtype):
+    """weight, and z: of all sizes, with zeros and NaN, and strides of a fused projection."""
     rng = torch.Generator().manual_seed(V)
-    z = torch.randn(1, T, 2, 3, V, generator=rng) * 3
-    z[:, ::3] *= 2.0**20
-    z[:, 1, 0, :, 5] = torch.nan
-    z[:, 2] = 0
+    z = torch.randn(1, T, HV, 3, V, generator=rng) * 3
+    z[:, ::3] *= 2.0**20 if dtype == torch.bfloat16 else 2.0**12
+    z[:, 1, 0, :, 5], z[:, 2], z[:, 65:68] = torch.nan, 0, torch.nan
     return torch.randn(V, generator=rng), z.to(dtype)[..., 1, :]
 
 
-PATHS = [
-    ("tiles", "head", 128, 128, torch.bfloat16),
-    ("tiles", "channel", 96, 192, torch.float16),
-    ("tiles", "head", 64, 64, torch.bfloat16),
-    ("fused", "head", 128, 128, torch.bfloat16),
-    ("raw", "channel", 128, 128, torch.bfloat16),
-    ("raw overlapped", "channel", 128, 128, torch.bfloat16),
-    ("overlapped", "head", 128, 128, torch.bfloat16),
-    (4, "head", 128, 128, torch.bfloat16),
-]
-
-
-@pytest.mark.parametrize(("path", "axis", "K", "V", "dtype"), PATHS)
-def test_prefill_has_the_bits_of_decodes_norm(path, axis, K, V, dtype, kernels):
-    """On every schedule; states have the bits of the call without a norm."""
-    T = sum(LENGTHS) + 2  # two rows of padding
-    one = call(axis, T, LENGTHS, (2, 2), K, V)
+@pytest.mark.parametrize(
+    ("axis", "heads", "K", "V", "dtype"),
+    [("head", (1, 3), 64, 128, torch.bfloat16), ("channel", (1, 1), 96, 192, torch.float16)],
+)
+def test_prefill_has_the_bits_of_decodes_norm(axis, heads, K, V, dtype, kernels):
+    """Behind a bare prefill; states have its bits, and rows of no active sequence are zeros."""
+    T, HV = sum(LENGTHS) + PADDING, heads[1]
+    one = call(axis, T, LENGTHS, heads, K, V)
     del one["output_final_state"]
     one |= {name: one[name].to(dtype) for name in "qkvg"}
-    weight, z = hostile(V, dtype, T)
+    one["v"][0, 4] = 0
+    weight, z = hostile(T, HV, V, dtype)
     norm = gd.GatedNorm(weight.bfloat16(), 1e-5, "sigmoid" if K == 64 else "silu")
     one |= dict(state_indices=torch.tensor([3, 1, -1, 0]), backend="cute")
-    pool = torch.randn(4, 2, V, K, generator=torch.Generator().manual_seed(0))
+    pool = torch.randn(4, HV, V, K, generator=torch.Generator().manual_seed(0))
     results = []
-    with prefill_path(path, sms=3 if path in PERSISTENT else SMS), emulated(kernels):
-        for options in ({}, dict(norm=norm, z=z)):
-            state, out = pool.clone(), torch.full((1, T, 2, V), torch.nan, dtype=dtype)
+    given = z.unflatten(2, (heads[0], -1)) if axis == "head" else z
+    with prefill_path("tiles", sms=SMS), emulated(kernels):
+        for options in ({}, dict(norm=norm, z=given)):
+            state, out = pool.clone(), torch.full((1, T, HV, V), torch.nan, dtype=dtype)
             gd.prefill(**one, **options, state=state, out=out)
             results.append((out, state))
-        (bare, state), (fused, state_with_norm) = results
+        (bare, state), (o, other) = results
         want = norm_by_decode(bare, norm, z)
     active = torch.ones(T, dtype=torch.bool)
-    active[65:68], active[-2:] = False, False
-    assert torch.equal(state, state_with_norm)
-    assert not fused[:, ~active].any()
-    assert torch.equal(fused[:, active].view(torch.int16), want[:, active].view(torch.int16))
+    active[65:68], active[-PADDING:] = False, False
+    assert bare[:, active].any() and want[0, 1, 0].isnan().any()
+    assert torch.equal(state, other)
+    assert not o[:, ~active].any()
+    assert torch.equal(o[:, active].view(torch.int16), want[:, active].view(torch.int16))

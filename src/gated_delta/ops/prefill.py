@@ -125,7 +125,7 @@ class Prefill(Operation):
                 check.option("initial_state", True)
             check.option("final_state", a.output_final_state)
         self.describe_checkpoints(check, a, dtype)
-        check.norm(a)
+        check.norm(a, grouped=True)
         check.out(a)
         check.writes(*self.written(a))
         check.vectors(a, a.initial_state if a.state is None else a.state, a.checkpoints)
@@ -170,7 +170,7 @@ class Prefill(Operation):
         checkpoints = ("checkpoint_lens", "checkpoint_indices", "checkpoints")
         names = (*states, *checkpoints, "null_index", "deterministic", "out")
         given = {name: getattr(a, name) for name in names}
-        reference.prefill(tokens_of(a), **given, norm=norm_of(a), z=a.z)
+        reference.prefill(tokens_of(a), **given, norm=norm_of(a), z=_by_value_head(a.z))
 
     def check_values(self, a: Arguments) -> None:
         state = a.initial_state if a.state is None else a.state
@@ -197,8 +197,8 @@ class Prefill(Operation):
         if a.output_final_state and final is None:
             final = torch.empty(_final_shape(a), dtype=_final_dtype(a), device="meta")
         states: dict[str, Any] = dict(initial_state=initial, final_state=final)
-        checkpoints = _checkpoint_strides(a)
-        return strides_of(PrefillStrides, a, o=output_of(a), checkpoints=checkpoints, **states)
+        states |= dict(checkpoints=_checkpoint_strides(a), z=_by_group(a.z, a.q.shape[2]))
+        return strides_of(PrefillStrides, a, o=output_of(a), **states)
 
     def plan(
         self,
@@ -241,6 +241,16 @@ def prepare_heads(H: int, HV: int, chunk_slots: int, kind: Kind, sms: int) -> in
     ):
         heads //= 2
     return heads
+
+
+def _by_group(z: Tensor | None, H: int) -> Tensor | None:
+    """z as [N, T, H, HV / H, V]."""
+    return z if z is None or z.ndim == 5 else z.unflatten(2, (H, -1))
+
+
+def _by_value_head(z: Tensor | None) -> Tensor | None:
+    """z as [N, T, HV, V]."""
+    return z if z is None or z.ndim == 4 else z.flatten(2, 3)
 
 
 def _final_shape(a: Arguments) -> tuple[int, ...]:

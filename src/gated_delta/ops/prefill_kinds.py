@@ -42,11 +42,6 @@ class Kind:
         return self.name
 
     @property
-    def has_epilogue(self) -> bool:
-        """Whether its scan has a form with the gated norm; else a pass of its own follows."""
-        return self.in_one_cta or self.raw
-
-    @property
     def rows(self) -> int:
         """V rows of a CTA that scans."""
         return 128 if self.raw or self.in_one_cta else 64
@@ -74,7 +69,7 @@ class Kind:
         if self.overlapped or (self.in_one_cta and queued):
             names = ("rank", *names)
         variants = [Variant(f"prefill_{name}", tuple(facts[name].items())) for name in names]
-        if "norm" in problem.options and not self.has_epilogue:
+        if "norm" in problem.options:
             variants.append(Variant("norm", tuple(problem.facts("V", "dtype").items())))
         return variants
 
@@ -87,7 +82,6 @@ def _facts(kind: Kind, problem: Problem, gpu: Gpu) -> dict[str, dict[str, Any]]:
         # One variant with and without checkpoints: a prefix cache stores these anyway.
         checkpoints = dict(checkpoints=True, deterministic=True)
     gate = facts("g_dtype", "gate", "qk_l2norm")
-    norm = dict(norm=True) if "norm" in problem.options and kind.has_epilogue else {}
     windows = dict(windows=kind.has_windows(problem))
     count = scan_stages(gpu)
     stages = {} if count is None else dict(stages=count)
@@ -101,8 +95,8 @@ def _facts(kind: Kind, problem: Problem, gpu: Gpu) -> dict[str, dict[str, Any]]:
         "transitions": scan | more,
         "state_passing": dict(V=problem.V) | stages,
         "scan": scan | windows | checkpoints | stages,
-        "scan_raw": facts("g_dtype", "gate", "state_dtype") | checkpoints | norm,
-        "fused": gate | facts("state_dtype") | checkpoints | norm,
+        "scan_raw": facts("g_dtype", "gate", "state_dtype") | checkpoints,
+        "fused": gate | facts("state_dtype") | checkpoints,
         "overlapped": facts("axis") | gate | facts("state_dtype") | checkpoints,
     }
 

@@ -49,7 +49,7 @@ PrefillStrides = strides_type(
     checkpoint_lens="nj",
     checkpoint_indices="nj",
     checkpoints="njph",
-    **NORM_STRIDES,
+    **NORM_STRIDES | dict(z="nthr"),
 )
 
 
@@ -71,7 +71,7 @@ class PrefillTensors(NamedTuple):
     checkpoints: int  # [N, C, HV, V, K]; with checkpoint_indices [R, HV, V, K] or the pool
     initial_state: int  # [N, HV, V, K], or the pool [P, HV, V, K]
     final_state: int  # the same
-    z: int  # [N, T, HV, V]
+    z: int  # [N, T, H, HV / H, V]
     norm_weight: int  # [V]
     o: int  # [N, T, HV, V]
 

@@ -30,7 +30,6 @@ from .arguments import CHUNK, SCALE_BYTES, TILE_BYTES
 from .kernel import PrefillKernel
 from .layout import Q_SCALE, SQUARE, D
 from .mainloop.fp16 import VALUES, MainloopFp16, Regions, add_term_regions, zero_outputs
-from .mainloop.norm import OutputNorm
 from .mainloop.tile_scheduler import TileScheduler, active_tokens
 from .terms import common, gdn, inverse
 from .terms.gdn import NORM_K, NORM_Q
@@ -45,10 +44,7 @@ WITH_CHECKPOINTS = {
     ("softplus", "fp32"): (64, 80, 184),
     ("softplus", "bf16"): (72, 88, 176),
 }
-WITH_NORM = (96, 80, 168)
 STAGES = 4
-LAG = STAGES - 1
-"""Chunks from the one that CONVERT makes fp16 back to the one whose outputs it normalises."""
 GATE_CHUNKS = 4
 """Chunks of which PREPARE computes the gates at once, one a warp."""
 NORMS_BYTES = 2 * CHUNK * 4
@@ -83,23 +79,14 @@ class RawGates(NamedTuple):
 
 class PrefillFused(PrefillKernel):
     def __init__(
-        self,
-        g_dtype: str,
-        gate: str,
-        qk_l2norm: bool,
-        state_dtype: str,
-        checkpoints: bool,
-        norm: bool = False,
+        self, g_dtype: str, gate: str, qk_l2norm: bool, state_dtype: str, checkpoints: bool
     ):
-        self.norm = norm
         self.checkpoints, self.threads = checkpoints, len(WarpRole) * hopper.WARPGROUP
         self.gate, self.g_dtype, self.qk_l2norm = gate, DTYPES[g_dtype], qk_l2norm
         self.registers = REGISTERS
         if checkpoints:
             self.registers = WITH_CHECKPOINTS.get((gate, state_dtype), REGISTERS)
-        if norm:
-            self.registers = WITH_NORM
-        self.boxes = dict.fromkeys("qk", BOX) | dict.fromkeys("v" if norm else "vo", VALUES)
+        self.boxes = dict.fromkeys("qk", BOX) | dict.fromkeys("vo", VALUES)
         # Either value is right; ptxas serialises a variant's wgmmas with the other one.
         self.split = not (checkpoints and state_dtype == "fp32")
         assert STAGES % 2 == 0, f"stages of terms are stages of tokens modulo 2, of {STAGES}"
@@ -111,18 +98,15 @@ class PrefillFused(PrefillKernel):
         self.tokens = smem.add_ring(
             STAGES, producers=hopper.WARPGROUP, consumers=2 * hopper.WARPGROUP
         )
-        # PREPARE's threads, one of each MMA warpgroup for v, or one of CONVERT.
-        self.full = smem.add_ring(2, producers=hopper.WARPGROUP + (1 if norm else 2))
+        # PREPARE's threads, one of each MMA warpgroup for v.
+        self.full = smem.add_ring(2, producers=hopper.WARPGROUP + 2)
         smem.add(0, 128)
         self.inverse = inverse.Inverse(inverse.add_regions(smem), SQUARE.offset)
         self.gates = smem.add(2 * GATE_CHUNKS * GATE_BYTES)
         self.scheduler = TileScheduler(smem, self.threads, D * D * DTYPES[state_dtype].width // 8)
         regions = Regions(v, self.tinv, self.aqk, self.scales)
         facts = False, DTYPES[state_dtype], checkpoints
-        self.outputs = OutputNorm(smem, 1, LAG, self.full, VALUES, v) if norm else None
-        self.mainloop = MainloopFp16(
-            smem, *facts, self.tokens, self.full, regions, norm=self.outputs
-        )
+        self.mainloop = MainloopFp16(smem, *facts, self.tokens, self.full, regions)
         self.shared = smem.size
 
     def ctas(self, args):
@@ -132,7 +116,6 @@ class PrefillFused(PrefillKernel):
     def kernel(self, args: NamedTuple):
         thread, cta = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
         rings = (self.raw, self.tokens, self.full, self.scheduler.ring)
-        rings += (self.outputs.ring,) if self.norm else ()
         shared = layout.init_shared(rings, self.tinv, 4, thread, self.threads)
         hopper.wait_for_previous_kernel()
         cute.arch.sync_threads()
@@ -151,13 +134,9 @@ class PrefillFused(PrefillKernel):
             )
         else:
             cute.arch.setmaxregister_decrease(self.registers[0])
-            if cutlass.const_expr(self.norm):
-                self.outputs.start(args, shared, thread)
             self.scheduler.for_each_work(
                 lambda work: self.convert(args, work, shared, thread), args, shared, thread, cta
             )
-            if cutlass.const_expr(self.norm):
-                self.outputs.drain(args, shared, thread)
 
     # ---------------------------------------------------------------------------- MMA warpgroups
 
@@ -200,33 +179,10 @@ class PrefillFused(PrefillKernel):
                     if self.tokens.producer_try_acquire(shared_at, next_stage, next_phase):
                         self.start_qk(args, work, shared_at, next_stage, token + CHUNK)
                         started = True
-            if cutlass.const_expr(self.norm):
-                hopper.fence_async_proxy()
-                self.tokens.producer_arrive(shared_at, stage)
-                started = self.normalise(args, work, shared_at, lane_thread, iteration, started)
             left, iteration, token = left - CHUNK, iteration + 1, token + CHUNK
-            if cutlass.const_expr(not self.norm):
-                hopper.fence_async_proxy()
-                self.tokens.producer_arrive(shared_at, stage)
+            hopper.fence_async_proxy()
+            self.tokens.producer_arrive(shared_at, stage)
         zero_outputs(args, work, thread)
-
-    @cute.jit
-    def normalise(self, args, work, shared, thread, iteration, started):
-        """Normalise o of a chunk LAG chunks before. Before the arithmetic warp 0 starts the next
-        chunk's copies, whose stage has just been released. Returns whether they are started."""
-        chunk, number = iteration - work.iterations_before, iteration - LAG
-        self.outputs.add(args, work, shared, thread, iteration, chunk)
-        if number >= 0:
-            self.outputs.wait(shared, number)
-        if (thread // 32 == 0) & (not started) & (active_tokens(work) > (chunk + 1) * CHUNK):
-            stage, phase = self.tokens.locate(iteration + 1)
-            if self.tokens.producer_try_acquire(shared, stage, phase):
-                token = work.sequence.start + (chunk + 1) * CHUNK
-                self.start_qk(args, work, shared, stage, token)
-                started = True
-        if number >= 0:
-            self.outputs.normalise(args, shared, thread, number)
-        return started
 
     def start_qk(self, args, work, shared, stage, token):
         """Start the TMA copies of a chunk's raw k and q to an empty stage."""

@@ -28,7 +28,6 @@ from .arguments import CHUNK, RAW_SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES
 from .kernel import PrefillKernel
 from .layout import LOG2_E, MIN_LOG_DECAY, RAW_STAGE_BYTES, SQUARE, SUBCHUNK, D
 from .mainloop.fp16 import VALUES, MainloopFp16, Regions, add_term_regions, zero_outputs
-from .mainloop.norm import OutputNorm
 from .mainloop.tile_scheduler import TileScheduler, active_tokens
 from .terms.kda_inputs import KdaGate, add_scaled
 
@@ -36,7 +35,6 @@ from .terms.kda_inputs import KdaGate, add_scaled
 # variants with other numbers: found by trying. The second pair: gates with parameters, checkpoints.
 REGISTERS, MORE_FOR_MMA = (72, 184), (64, 192)
 STAGES = 3
-WITH_NORM = (88, 168)
 TOKENS_AT_ONCE = 2  # that a warp loads before it stores
 RAW_TILE = hopper.SwizzledTile(CHUNK, D, 64)
 """A chunk's q, k or g, two TMA boxes."""
@@ -64,35 +62,29 @@ class LaneGate(NamedTuple):
 
 
 class PrefillScanRaw(PrefillKernel):
-    def __init__(
-        self, g_dtype: str, gate: str, state_dtype: str, checkpoints: bool, norm: bool = False
-    ):
-        self.norm = norm
+    def __init__(self, g_dtype: str, gate: str, state_dtype: str, checkpoints: bool):
         self.checkpoints, self.threads = checkpoints, len(WarpRole) * hopper.WARPGROUP
         # Either value of split and sync_loads is right; ptxas serialises a variant's wgmmas with
         # others than these (tests/test_compile.py).
         more_for_mma = checkpoints and gate != "log"
         self.registers = MORE_FOR_MMA if more_for_mma else REGISTERS
-        if norm:
-            self.registers = WITH_NORM
         self.split = checkpoints and state_dtype == "bf16"
-        self.boxes = dict.fromkeys("qkg", BOX) | dict.fromkeys("v" if norm else "vo", VALUES)
+        self.boxes = dict.fromkeys("qkg", BOX) | dict.fromkeys("vo", VALUES)
         self.gate = KdaGate(gate, DTYPES[g_dtype])
         smem = hopper.SharedMemory()
         self.k, self.q, self.k_restored = (smem.add(STAGES * TILE_BYTES, 1024) for _ in range(3))
         v, self.tinv, self.aqk = add_term_regions(smem)
         self.scales = smem.add(STAGES * RAW_STAGE_BYTES)
         self.tokens = smem.add_ring(STAGES, producers=1, consumers=2 * hopper.WARPGROUP)
-        # The decay warpgroup's threads, one for Tinv and Aqk; for v one of each MMA warpgroup, or
-        # one that normalises.
-        self.terms = smem.add_ring(2, producers=hopper.WARPGROUP + (2 if norm else 3))
+        # The decay warpgroup's threads, one for Tinv and Aqk, one of each MMA warpgroup for v.
+        self.terms = smem.add_ring(2, producers=hopper.WARPGROUP + 3)
         smem.add(0, 128)
         self.scheduler = TileScheduler(smem, self.threads, D * D * DTYPES[state_dtype].width // 8)
         regions = Regions(v, self.tinv, self.aqk, self.scales)
         facts = True, DTYPES[state_dtype], checkpoints
-        self.outputs = OutputNorm(smem, 2, 2, self.terms, VALUES, v) if norm else None
-        options = dict(sync_loads=not more_for_mma, norm=self.outputs)
-        self.mainloop = MainloopFp16(smem, *facts, self.tokens, self.terms, regions, **options)
+        self.mainloop = MainloopFp16(
+            smem, *facts, self.tokens, self.terms, regions, sync_loads=not more_for_mma
+        )
         self.shared = smem.size
 
     def ctas(self, args):
@@ -102,7 +94,6 @@ class PrefillScanRaw(PrefillKernel):
     def kernel(self, args: NamedTuple):
         thread, cta = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
         rings = (self.tokens, self.terms, self.scheduler.ring)
-        rings += (self.outputs.ring,) if self.norm else ()
         shared = layout.init_shared(rings, self.tinv, 4, thread, self.threads)
         cute.arch.sync_threads()
         role = thread // hopper.WARPGROUP
@@ -118,13 +109,9 @@ class PrefillScanRaw(PrefillKernel):
             # Only these wait: MMA warpgroups read nothing that prepare writes.
             if args.size.scan_sms == 0:
                 hopper.wait_for_previous_kernel()
-            if cutlass.const_expr(self.norm):
-                self.outputs.start(args, shared, thread)
             self.scheduler.for_each_work(
                 lambda work: self.decay(args, work, shared, thread, role), args, shared, thread, cta
             )
-            if cutlass.const_expr(self.norm):
-                self.outputs.drain(args, shared, thread)
             if args.size.scan_sms > 0:
                 hopper.wait_for_previous_kernel()  # the next kernel waits for this one alone
 
@@ -216,9 +203,6 @@ class PrefillScanRaw(PrefillKernel):
                 # The chunk two before is complete: so is the phase of `terms` with its arrivals.
                 self.wait_until_empty(shared_at, before + c + 1)
                 self.terms.producer_arrive(shared_at, self.terms.stage_of(before + c))
-                if cutlass.const_expr(self.norm):
-                    place = thread + group * hopper.WARPGROUP
-                    self.outputs.follow(args, work, shared_at, place, before + c, c)
         if group == WarpRole.DECAY1:
             zero_outputs(args, work, thread)
 

@@ -59,23 +59,13 @@ def add_term_regions(smem):
 class MainloopFp16:
     """channel: KDA, with decays per channel. tokens, terms: the pipeline's rings.
 
-    sync_loads: a warp barrier behind the initial state's loads. Either value is right. norm: an
-    OutputNorm, whose warps then start copies of v and store outputs.
+    sync_loads: a warp barrier behind the initial state's loads. Either value is right.
     """
 
     def __init__(
-        self,
-        smem,
-        channel,
-        state_dtype,
-        checkpoints,
-        tokens,
-        terms,
-        regions,
-        sync_loads=False,
-        norm=None,
+        self, smem, channel, state_dtype, checkpoints, tokens, terms, regions, sync_loads=False
     ):
-        self.channel, self.checkpoints, self.norm = channel, checkpoints, norm
+        self.channel, self.checkpoints = channel, checkpoints
         self.states = state.States(state_dtype)
         self.tokens, self.terms, self.regions = tokens, terms, regions
         # Of each warp, the coordinates of the next v and o boxes, which would cost registers.
@@ -104,11 +94,10 @@ class MainloopFp16:
         if cutlass.const_expr(self.checkpoints):
             checkpoint = self.store_checkpoints(args, coord, frag, state_scale, Int32(0))
         pipe = self.pipeline.start(work.iterations_before, active_tokens(work))
-        if cutlass.const_expr(self.norm is None):
-            box = layout.tma_row(args, work.sequence), work.sequence.start, work.hv, group
-            ptx.store_shared_x4(box_at, [Uint32(x) for x in box])
-            cute.arch.sync_warp()
-            self.start_v(args, coord, pipe, 0)
+        box = layout.tma_row(args, work.sequence), work.sequence.start, work.hv, group
+        ptx.store_shared_x4(box_at, [Uint32(x) for x in box])
+        cute.arch.sync_warp()
+        self.start_v(args, coord, pipe, 0)
         if pipe.left > 0:
             self.wait_for_values(coord, pipe)
             words = state.load_matrices(self.matrices_at(coord, pipe), 1024)
@@ -134,8 +123,7 @@ class MainloopFp16:
         next_pipe, terms_stage, right = self.pipeline.advance(pipe), pipe.buffer, frag.right
         hopper.start_mma(frag.s_k, frag.state_fp16, right.k, pipe.stage)
         hopper.start_mma(frag.o, frag.state_fp16, right.q, pipe.stage)
-        if cutlass.const_expr(self.norm is None):
-            self.start_v(args, coord, pipe, 1)
+        self.start_v(args, coord, pipe, 1)
         values, absmax, state_scale = self.scale_values(coord, frag, pipe, state_scale)
         warpgroup.wait_group(0)  # for S q too: waiting for S k alone takes more registers
         # v - S k: the scales are negative.
@@ -294,15 +282,6 @@ class MainloopFp16:
             words.append(ptx.pack_x2(pair[0] * scales[0], pair[1] * scales[1], BFloat16))
         state.store_matrices(self.matrices_at(coord, pipe), 1024, words)
         hopper.fence_async_proxy()
-        if cutlass.const_expr(self.norm is not None):
-            cute.arch.sync_warp()
-            if coord.thread % 32 == 0:
-                self.norm.ring.producer_arrive(coord.shared, pipe.buffer)
-        else:
-            self.store_outputs(args, coord, pipe)
-
-    @cute.jit
-    def store_outputs(self, args, coord, pipe):
         # One barrier for each warpgroup and stage. No warp comes to it again before warp 0 has left
         # it: it waits for v that warp 0 copies in between.
         barrier = 2 * coord.group + pipe.buffer
