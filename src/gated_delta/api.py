@@ -135,9 +135,10 @@ def prefill(
     states a prompt in several calls, split at multiples of 64 tokens, has the bits of one call.
     Slower: docs/contract.md.
 
-    Returns (o [N, T, HV, V] in v's dtype, normalised if norm is given; final_state). Raises TypeError or ValueError naming the
-    argument, IndexError for an index past the pool (reference backend), UnsupportedProblem if the
-    requested backend cannot run the call; in each case nothing was written.
+    Returns (o [N, T, HV, V] in v's dtype, final_state), o normalised if norm is given. Raises
+    TypeError or ValueError naming the argument, IndexError for an index past the pool (reference
+    backend), UnsupportedProblem if the requested backend cannot run the call; in each case nothing
+    was written.
     The recurrence is Gated DeltaNet's (arXiv 2412.06464, eq. 10), per key channel Kimi Linear's
     (arXiv 2510.26692, eq. 1).
     """
