@@ -70,7 +70,7 @@ class Kind:
             names = ("rank", *names)
         variants = [Variant(f"prefill_{name}", tuple(facts[name].items())) for name in names]
         if "norm" in problem.options:
-            variants.append(Variant("norm", tuple(problem.facts("V", "dtype").items())))
+            variants.append(Variant("prefill_norm", tuple(problem.facts("V", "dtype").items())))
         return variants
 
 

@@ -49,7 +49,7 @@ PrefillStrides = strides_type(
     checkpoint_lens="nj",
     checkpoint_indices="nj",
     checkpoints="njph",
-    **NORM_STRIDES | dict(z="nthr"),
+    **NORM_STRIDES | dict(z="nthg"),
 )
 
 

@@ -1,4 +1,4 @@
-"""norm: the gated norm of prefill's o, behind every schedule, in place.
+"""prefill_norm: the gated norm of prefill's o, behind every schedule, in place.
 
 Four lanes normalise a row of o, so that it adds its squares in the order of decode's norm. A CTA
 has some rows of a chunk slot: of a token's value heads, then of the next token's. It reads z and
@@ -23,7 +23,7 @@ THREADS = 128
 QUADS = THREADS // QUAD_VECTORS
 
 
-class Norm(PrefillKernel):
+class PrefillNorm(PrefillKernel):
     checkpoints, norm = False, True
 
     def __init__(self, V: int, dtype: str):
@@ -83,7 +83,7 @@ class Norm(PrefillKernel):
             for name in "oz"
         )
         o_at += offset(hv, stride.o_h)
-        z_at += offset(h, stride.z_h) + offset(hv - h * (size.HV // size.H), stride.z_r)
+        z_at += offset(h, stride.z_h) + offset(hv - h * (size.HV // size.H), stride.z_g)
         return o_at, z_at, Int32(token < tokens)
 
     def load(self, at, active):
