@@ -34,8 +34,7 @@ class PrefillNorm(PrefillKernel):
 
     def parts(self, args):
         """CTAs of a chunk slot."""
-        rows = QUADS * self.lane_rows
-        return (CHUNK * args.size.HV + rows - 1) // rows
+        return args.size.HV * (CHUNK // (QUADS * self.lane_rows))
 
     def ctas(self, args):
         return self.parts(args) * args.size.chunk_slots
