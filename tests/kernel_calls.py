@@ -82,7 +82,7 @@ def strided_tokens(T, K, V, axis="head", spread_channels=True):
     )
 
 
-def norm_and_z(lead=(N, T), activation="silu", weight_dtype=fp16, eps=1e-5):
+def norm_and_z(lead=(N, T), activation="silu", weight_dtype=fp16, eps=1e-5, V=V):
     """A norm and its gate z, as views of wider tensors."""
     weight = torch.randn(V, 2)[:, 1].to(weight_dtype)
     return dict(
@@ -362,6 +362,14 @@ def prefill_strided(axis):
 
 
 @named()
+def prefill_with_a_norm(axis):
+    """z by q/k head, of a fused projection."""
+    norm = norm_and_z((N, 70), "sigmoid", V=D)
+    z = torch.randn(N, 70, H, 5, D).bfloat16()[:, :, :, -(HV // H) :]
+    return prompts(axis=axis) | norm | dict(z=z), dict(norm_eps=fp32_bits(1e-5), norm_sigmoid=1)
+
+
+@named()
 def prefill_from_zeros_to_final_states(axis):
     return prompts(axis=axis) | dict(output_final_state=True), dict(N=N)
 
@@ -508,7 +516,7 @@ def with_argument(call, name):
         return call | dict(out=torch.zeros_like(call["v"]))
     if name.startswith("buffer") and "buffer" not in call:
         return call | buffered(axis="channel" if call["g"].ndim == 4 else "head")
-    return call | (norm_and_z() if name == "z" else {})
+    return call | (norm_and_z(call["v"].shape[:2], V=call["v"].shape[3]) if name == "z" else {})
 
 
 # ---------------------------------------------------------------- tensors in odd memory

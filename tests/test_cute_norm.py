@@ -1,4 +1,4 @@
-"""decode and verify with a fused gated norm on the GPU: the norm of their outputs."""
+"""prefill, decode and verify with a gated norm on the GPU: the norm of their outputs."""
 
 import math
 
@@ -10,7 +10,22 @@ from gated_delta import reference
 from gated_delta.call_cache import CallCache
 from gated_delta.ops import OPERATIONS
 from gated_delta.ops.launch import Schedule
-from gpu import AXES, STATES, decode, index, needs_gpu, packed, part, pool, same, tokens
+from gpu import (
+    AXES,
+    PATHS,
+    STATES,
+    captured,
+    decode,
+    index,
+    needs_gpu,
+    packed,
+    part,
+    paths_here,
+    pool,
+    prefill_path,
+    same,
+    tokens,
+)
 
 pytestmark = needs_gpu
 
@@ -90,6 +105,44 @@ def test_a_fused_norm_is_the_norm_of_the_outputs(op, T, N, K, V, axis, state_dty
     check_norm(fused, bare, **norm)
     for x, y in zip(of_bare, of_fused, strict=True):
         same(x, y)
+
+
+def norm_by_decode(o, norm, z):
+    """decode's norm of o: of one token each, from states of zeros, with o for v."""
+    rows, (HV, V) = o.shape[:2].numel(), o.shape[2:]
+    q = torch.zeros(rows, 1, 1, 8, device="cuda", dtype=o.dtype)
+    q[..., 0] = 1
+    v, z = (x.reshape(rows, 1, HV, V) for x in (o, z))
+    gates = dict(g=torch.zeros(rows, 1, HV, device="cuda"), beta=v.new_ones(rows, 1, HV))
+    exact = dict(scale=1.0, qk_l2norm=False, update_state=False)
+    state = torch.zeros(rows, HV, V, 8, device="cuda")
+    return decode(dict(q=q, k=q, v=v, **gates, norm=norm, z=z), state, **exact).view(o.shape)
+
+
+@pytest.mark.parametrize("path", paths_here(*PATHS), ids=str)
+@pytest.mark.parametrize(("axis", "V"), [("head", 128), ("channel", 128), ("head", 64)])
+def test_prefill_has_the_bits_of_decodes_norm(path, axis, V):
+    """Of hostile z, on every path, twice over a captured graph; final states have other's bits."""
+    N, T = 3, 1100 if path == 4 else 200
+    call = tokens(N, T, axis=axis, V=V) | dict(output_final_state=True, backend="cute")
+    norm = normed(N, T, V=V, weight_dtype=torch.bfloat16)
+    norm["z"][:, ::7] *= 2.0**20
+    norm["z"][1, 5] = math.nan
+    call["v"][2, :70] = 0
+    with prefill_path(path):
+        bare, state = gd.prefill(**call)
+        want = norm_by_decode(bare, **norm)
+        by_group = norm | dict(z=norm["z"].unflatten(2, (HEADS[0], -1)))
+        out = torch.full_like(bare, math.nan)
+        graph, (_, final) = captured(lambda: gd.prefill(**call, **by_group, out=out))
+        for _ in range(2):
+            out.fill_(math.nan)
+            graph.replay()
+            same(out, want)
+            same(final, state)
+    assert not out[2, :64].any()
+    finite = dict(norm=norm["norm"], z=norm["z"].nan_to_num(0.0))
+    check_norm(out[::2], bare[::2], finite["norm"], finite["z"][::2])
 
 
 @pytest.mark.parametrize("op", ["decode", "verify"])

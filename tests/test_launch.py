@@ -113,7 +113,7 @@ def check_launch(launch, tensors, **sizes):
     pointers, *_, strides, passed = launch
     dims = {}
     for tensor, letters in type(strides).dims.items():
-        assert letters == "".join(sorted(letters, key="njprthc".index)), tensor
+        assert letters == "".join(sorted(letters, key="njprthgc".index)), tensor
         dims[tensor] = [getattr(strides, f"{tensor}_{letter}") for letter in letters]
     assert set(tensors) <= set(dims)
     for name, steps in dims.items():
@@ -178,7 +178,7 @@ def test_every_address_is_the_tensors_own(launches, monkeypatch, name, axis):
             o = result[0]
             tensors = tensors_of_prefill(call, result, o)
             options = [dict(some.facts).get("checkpoints") for some in launches.kernels]
-            assert options == [None, "checkpoint_lens" in tensors]
+            assert options == [None, "checkpoint_lens" in tensors] + [None] * ("norm" in call)
         elif op != "flush":
             tensors |= dict(o=o)
         if (out := tensors.pop("out", None)) is not None:
@@ -421,7 +421,7 @@ def test_a_hit_with_overlapping_tensors_is_refused(launches, op):
 
 # ---------------------------------------------------------------- unsupported calls
 
-ROWS, QK, VALUES = "V rows", "rows of q and k", "rows of v and out"
+ROWS, QK, VALUES = "V rows", "rows of q and k", "rows of v, z and out"
 off, padded = calls.misaligned, calls.padded_rows
 MISALIGNED = [
     # operation, tensor, change, the missing requirement or None
@@ -439,7 +439,7 @@ MISALIGNED = [
     *(("flush", name, off, None) for name in ("buffer_u", "buffer_k", "buffer_log_decay")),
     ("flush", "state", off, ROWS),
     *(("prefill", name, off, QK) for name in ("q", "k")),
-    *(("prefill", name, off, VALUES) for name in ("v", "out")),
+    *(("prefill", name, off, VALUES) for name in ("v", "z", "out")),
     ("prefill", "beta", off, None),
     *(("prefill", name, off, ROWS) for name in ("state", "initial_state", "checkpoints")),
     *(("prefill", name, padded, ROWS) for name in ("state", "checkpoints")),

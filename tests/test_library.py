@@ -65,6 +65,7 @@ SAMPLES = [
         "decode",  # the first sequence folds its row, the second is appended to its own
         tokens() | dict(state=pool(), buffer=OTHER, buffer_lens=torch.tensor([1, 0])),
     ),
+    ("prefill", tokens() | normed() | dict(state=pool(), state_indices=torch.tensor([4, -1]))),
     ("decode", tokens() | normed() | dict(state=pool(), state_indices=torch.tensor([3, -1]))),
     ("verify", tokens() | normed(activation="sigmoid") | dict(state=pool(), buffer=verified())),
     ("flush", dict(state=pool(), buffer=verified(), num_accepted=torch.tensor([1, 3]))),

@@ -622,7 +622,7 @@ BAD = {
     },
 }
 WRITTEN = torch.zeros(N, T, HV, V)
-BAD_NORMS = [  # of decode and verify
+BAD_NORMS = [  # of prefill, decode and verify
     (dict(norm="silu"), "norm: expected a gated_delta.GatedNorm or None, got str", TypeError),
     (dict(z=[1.0]), "z: expected a torch.Tensor, got list", TypeError),
     (dict(z=WRITTEN.bfloat16()), "z: expected dtype torch.float32, got torch.bfloat16", TypeError),
@@ -753,7 +753,21 @@ REFUSED += [
     )
 ]
 REFUSED += [
-    (op, normed() | changes, *rest) for op in ("decode", "verify") for changes, *rest in BAD_NORMS
+    (op, normed() | changes, *rest)
+    for op in ("prefill", "decode", "verify")
+    for changes, *rest in BAD_NORMS
+]
+REFUSED += [
+    (
+        op,
+        normed() | dict(z=torch.zeros(N, T, H, R, V)),
+        rf"z: expected {shape}, got \[{N}, {T}, {H}, {R}, {V}\]",
+        ValueError,
+    )
+    for op, R, shape in (
+        ("prefill", HV, rf"shape .N, T, H, HV/H, V. = \[{N}, {T}, {H}, {HV // H}, {V}\]"),
+        ("decode", HV // H, rf"v's shape \[{N}, {T}, {HV}, {V}\]"),
+    )
 ]
 REFUSED += [("decode", buffered() | changes, *rest) for changes, *rest in BAD_BUFFERS]
 

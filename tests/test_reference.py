@@ -61,11 +61,39 @@ def test_the_gated_norm_is_the_contracts(activation):
         assert y == pytest.approx(want, rel=1e-12, abs=0)
 
 
+def outputs_of(op):
+    """The operation, which returns o alone."""
+    return (lambda **call: gd.prefill(**call)[0]) if op == "prefill" else getattr(gd, op)
+
+
+def test_z_of_prefill_comes_by_value_head_or_by_group():
+    """As in a fused projection, [N, T, H, HV/H, V]: the same bits, also in deterministic calls."""
+    norm = normed()
+    grouped = norm | dict(z=torch.stack([norm["z"]] * 2, 3).unflatten(2, (H, -1))[..., 1, :])
+    for options in ({}, dict(deterministic=True)):
+        one, other = (
+            gd.prefill(**tokens(), **z, **options, backend="reference")[0] for z in (norm, grouped)
+        )
+        assert torch.equal(one, other)
+
+
+def test_an_fp16_output_beyond_the_range_is_nan_behind_prefill():
+    """Its norm reads o as stored, as a norm kernel does; other heads keep their values."""
+    call = writing(60000.0) | dict(scale=8.0)
+    call = {name: x.half() if name in ("q", "k", "v") else x for name, x in call.items()}
+    call["v"][:, :, 1:] = 3
+    z = torch.ones_like(call["v"])
+    o, _ = gd.prefill(**call, norm=gd.GatedNorm(torch.ones(V)), z=z, backend="reference")
+    assert o[:, :, 0].isnan().all()
+    torch.testing.assert_close(o[:, :, 1:], F.silu(z[:, :, 1:].float()).half(), rtol=1e-3, atol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("indexed", [False, True])
-@pytest.mark.parametrize("op", ["decode", "verify"])
+@pytest.mark.parametrize("op", ["prefill", "decode", "verify"])
 def test_a_fused_norm_is_the_norm_of_the_calls_own_outputs(op, indexed, dtype):
     """Bit for bit: o is rounded before the norm. The norm does not change the states."""
+    run = outputs_of(op)
     given = tokens(dtype=dtype)
     slots = dict(state_indices=torch.tensor([3, 1])) if indexed else {}
     norm = normed(dtype=dtype, eps=1e-5)
@@ -74,7 +102,7 @@ def test_a_fused_norm_is_the_norm_of_the_calls_own_outputs(op, indexed, dtype):
         rest = dict(state=pool(dtype=torch.bfloat16)) | (
             dict(buffer=buffer()) if op == "verify" else {}
         )
-        results.append(getattr(gd, op)(**given, **slots, **rest, **with_norm, backend="reference"))
+        results.append(run(**given, **slots, **rest, **with_norm, backend="reference"))
         states.append([rest["state"], *(vars(rest["buffer"]).values() if op == "verify" else ())])
     bare, fused = results
     want = reference.gated_norm(bare, norm["z"], norm["norm"], torch.float32).to(dtype)
@@ -84,16 +112,17 @@ def test_a_fused_norm_is_the_norm_of_the_calls_own_outputs(op, indexed, dtype):
     )
 
 
-@pytest.mark.parametrize("op", ["decode", "verify"])
+@pytest.mark.parametrize("op", ["prefill", "decode", "verify"])
 def test_a_norm_of_packed_tokens(op):
     """Rows of no active sequence are zeros, even where z is NaN."""
+    run = outputs_of(op)
     given, norm = tokens(1, 6), normed(1, 6)
     norm["z"][:, [2, 5]] = math.nan
     rest = dict(cu_seqlens=torch.tensor([0, 2, 3, 5]), state_indices=torch.tensor([3, -1, 0]))
     results = []
     for with_norm in ({}, norm):
         states = dict(state=pool()) | (dict(buffer=buffer(3, 4)) if op == "verify" else {})
-        results.append(getattr(gd, op)(**given, **rest, **states, **with_norm, backend="reference"))
+        results.append(run(**given, **rest, **states, **with_norm, backend="reference"))
     bare, fused = (x[0] for x in results)
     want = reference.gated_norm(bare, norm["z"][0], norm["norm"], torch.float32)
     want[[2, 5]] = 0

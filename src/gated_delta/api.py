@@ -47,6 +47,7 @@ def prefill(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, gate: Gate = ...,
     scale: float | None = ..., qk_l2norm: bool = ..., beta_logits: bool = ...,
     allow_neg_eigval: bool = ..., cu_seqlens: Tensor | None = ..., max_seqlen: int | None = ...,
+    norm: GatedNorm | None = ..., z: Tensor | None = ...,
     initial_state: Tensor | None = ..., output_final_state: Literal[True], state: None = ...,
     state_indices: None = ..., has_initial_state: None = ...,
     checkpoint_lens: Tensor | None = ..., checkpoint_indices: Tensor | None = ...,
@@ -58,6 +59,7 @@ def prefill(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, gate: Gate = ...,
     scale: float | None = ..., qk_l2norm: bool = ..., beta_logits: bool = ...,
     allow_neg_eigval: bool = ..., cu_seqlens: Tensor | None = ..., max_seqlen: int | None = ...,
+    norm: GatedNorm | None = ..., z: Tensor | None = ...,
     initial_state: Tensor | None = ..., output_final_state: bool = ..., state: Tensor | None = ...,
     state_indices: Tensor | None = ..., has_initial_state: Tensor | None = ...,
     checkpoint_lens: Tensor | None = ..., checkpoint_indices: Tensor | None = ...,
@@ -79,6 +81,8 @@ def prefill(
     allow_neg_eigval: bool = False,
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
+    norm: GatedNorm | None = None,
+    z: Tensor | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     state: Tensor | None = None,
@@ -103,6 +107,8 @@ def prefill(
     max_seqlen: tokens of the longest packed sequence, an int, if the caller knows it; the host does
     not read cu_seqlens. It affects the schedule alone: a wrong value costs time, never correctness.
     None for dense tokens.
+    norm, z: the layer's gated RMSNorm of o, applied to o rounded to v's dtype; z [N, T, HV, V] or
+    [N, T, H, HV/H, V] in v's dtype. States and checkpoints do not depend on them.
 
     Functional: starts from initial_state [N, HV, V, K] (fp32, bf16 or fp16; zeros when None), which
     is not written. With output_final_state=True returns a new final_state in its dtype (fp32
@@ -130,19 +136,22 @@ def prefill(
     Slower: docs/contract.md. An int L, a multiple of 64: the same for splits at multiples of L
     tokens, in segments of L tokens, which few heads and long prompts run faster.
 
-    Returns (o [N, T, HV, V] in v's dtype, final_state). Raises TypeError or ValueError naming the
-    argument, IndexError for an index past the pool (reference backend), UnsupportedProblem if the
-    requested backend cannot run the call; in each case nothing was written.
+    Returns (o [N, T, HV, V] in v's dtype, final_state), o normalised if norm is given. Raises
+    TypeError or ValueError naming the argument, IndexError for an index past the pool (reference
+    backend), UnsupportedProblem if the requested backend cannot run the call; in each case nothing
+    was written.
     The recurrence is Gated DeltaNet's (arXiv 2412.06464, eq. 10), per key channel Kimi Linear's
     (arXiv 2510.26692, eq. 1).
     """
     kind, A_log, dt_bias, bound = _gate(gate)
+    weight, eps, activation = NO_NORM if norm is None else _norm(norm)
     return _runner(q)(
         ops.PREFILL,
         q, k, v, g, beta, A_log, dt_bias, cu_seqlens, state_indices, has_initial_state,
-        checkpoint_lens, checkpoint_indices, checkpoints, initial_state, state, None, out,
-        kind, bound, scale, qk_l2norm, beta_logits, allow_neg_eigval, output_final_state,
-        deterministic, max_seqlen, null_index, backend,
+        checkpoint_lens, checkpoint_indices, checkpoints, initial_state, state, None,
+        z, weight, out,
+        kind, bound, eps, activation, scale, qk_l2norm, beta_logits, allow_neg_eigval,
+        output_final_state, deterministic, max_seqlen, null_index, backend,
     )  # fmt: skip
 
 
@@ -201,8 +210,7 @@ def decode(
     cache, slower with few sequences. A 16-bit state is rounded only where tokens go into it. No two
     sequences may name one row or slot. Not with write_indices, num_accepted, intermediate_states,
     [N, W] state_indices or update_state=False.
-    norm, z: the layer's gated RMSNorm of o, applied to o rounded to v's dtype; z [N, T, HV, V] in
-    v's dtype.
+    norm, z as for prefill; z [N, T, HV, V].
     Inactive sequences, null_index (of state_indices and write_indices), out, backend and errors as
     for prefill.
 

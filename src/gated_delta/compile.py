@@ -143,8 +143,8 @@ def sources(kernel: str) -> str:
 
 def _module(kernel: str) -> str:
     """A kernel's module here: kernels.decode, drafts.verify, prefill.scan of prefill_scan."""
-    name = "drafts.verify" if kernel == "verify" else kernel.replace("prefill_", "prefill.", 1)
-    return f"kernels.{name}"
+    others = dict(verify="drafts.verify", prefill_norm="prefill_norm")
+    return f"kernels.{others.get(kernel) or kernel.replace('prefill_', 'prefill.', 1)}"
 
 
 def all_sources() -> str:

@@ -701,14 +701,19 @@ class Checker:
             expected = f"expected {dim} >= N={N}, one for each sequence"
             raise ValueError(f"{name}: {expected}, got {dim}={size}")
 
-    def norm(self, a: Any) -> None:
-        """Check norm and z of a decode or verify: both or neither."""
+    def norm(self, a: Any, grouped: bool = False) -> None:
+        """Check norm and z: both or neither. grouped: z may be [N, T, H, HV / H, V]."""
         if a.norm_weight is None:
             absent("z", a.z, "without norm")
             return
         if a.z is None:
             raise ValueError("z: expected a tensor with norm, got None")
-        self.like_v("z", a.z, a.v)
+        if grouped and isinstance(a.z, Tensor) and a.z.ndim == 5:
+            lead = "N T" if a.cu_seqlens is None else "1 total"
+            self.sizes["HV/H"] = self.sizes["HV"] // self.sizes["H"]
+            self.tensor("z", a.z, (a.v.dtype,), f"{lead} H HV/H V")
+        else:
+            self.like_v("z", a.z, a.v)
         _last_dim_contiguous("z", a.z)
         self.tensor("norm.weight", a.norm_weight, STATE_DTYPES, "V")
         self.option("norm", True)

@@ -41,8 +41,8 @@ NORM_STRIDES = dict(z="nth", norm_weight="c")
 def strides_type(name: str, **dims: str) -> Any:
     """A tuple type with one field per dimension of each tensor: q="nt" gives q_n and q_t.
 
-    n: sequence (0 when packed), t: token, h: head, c: channel, p: pool slot, r: row of the
-    KVBuffer, j: checkpoint of a sequence.
+    n: sequence (0 when packed), t: token, h: head, g: value head of a q/k head, c: channel, p: pool
+    slot, r: row of the KVBuffer, j: checkpoint of a sequence.
     """
     fields = [f"{tensor}_{dim}" for tensor, letters in dims.items() for dim in letters]
     strides: Any = namedtuple(name, fields)

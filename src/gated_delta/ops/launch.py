@@ -200,7 +200,7 @@ def tokens_of(a: Any) -> Tokens:
 
 
 def norm_of(a: Any) -> GatedNorm | None:
-    """The norm of a decode's or verify's arguments."""
+    """The norm of a prefill's, decode's or verify's arguments."""
     if a.norm_weight is None:
         return None
     return GatedNorm(a.norm_weight, a.norm_eps, a.norm_activation)
@@ -400,9 +400,14 @@ def state_sizes(wanted: Any, a: Any, plan: Plan) -> dict[str, int]:
         P=a.state.shape[0],
         prefetch_sequences=N if plan.schedule.prefetch and N * HV <= PREFETCH_HEADS else 0,
         keep_in_l2=int(plan.schedule.keep_in_l2),
-        norm_eps=fp32_bits(a.norm_eps),
-        norm_sigmoid=int(a.norm_activation == "sigmoid"),
+        **norm_sizes(a),
     )
+
+
+def norm_sizes(a: Any) -> dict[str, int]:
+    """The sizes that hold a norm's eps and activation."""
+    sigmoid = int(a.norm_activation == "sigmoid")
+    return dict(norm_eps=fp32_bits(a.norm_eps), norm_sigmoid=sigmoid)
 
 
 def fp32_bits(x: float) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -28,6 +29,8 @@ from .launch import (
     Plan,
     TokensLaunch,
     bytes_of,
+    norm_of,
+    norm_sizes,
     output_of,
     ready,
     strides_of,
@@ -63,9 +66,13 @@ class Arguments(NamedTuple):
     initial_state: Tensor | None
     state: Tensor | None
     final_state: Tensor | None
+    z: Tensor | None
+    norm_weight: Tensor | None
     out: Tensor | None
     gate: str
     bound: float
+    norm_eps: float
+    norm_activation: str | None
     scale: float | None
     qk_l2norm: bool
     beta_logits: bool
@@ -118,10 +125,11 @@ class Prefill(Operation):
                 check.option("initial_state", True)
             check.option("final_state", a.output_final_state)
         self.describe_checkpoints(check, a, dtype)
+        check.norm(a, grouped=True)
         check.out(a)
         check.writes(*self.written(a))
         check.vectors(a, a.initial_state if a.state is None else a.state, a.checkpoints)
-        values = [x for x in (a.v, a.out, a.g if a.g.ndim == 4 else None) if x is not None]
+        values = [a.v, *(x for x in (a.out, a.z) if x is not None), *([a.g] * (a.g.ndim == 4))]
         check.option(
             "unaligned_values", not all(check.aligned(x) and x.stride(-1) == 1 for x in values)
         )
@@ -160,9 +168,11 @@ class Prefill(Operation):
     def run_reference(self, a: Arguments) -> None:
         states = ("initial_state", "state", "state_indices", "has_initial_state", "final_state")
         checkpoints = ("checkpoint_lens", "checkpoint_indices", "checkpoints")
-        values = {name: getattr(a, name) for name in (*states, *checkpoints, "null_index", "out")}
-        deterministic = a.deterministic is not False
-        reference.prefill(tokens_of(a), **values, deterministic=deterministic)
+        names = (*states, *checkpoints, "null_index", "out")
+        given = {name: getattr(a, name) for name in names} | dict(
+            deterministic=a.deterministic is not False
+        )
+        reference.prefill(tokens_of(a), **given, norm=norm_of(a), z=_by_value_head(a.z))
 
     def check_values(self, a: Arguments) -> None:
         state = a.initial_state if a.state is None else a.state
@@ -172,7 +182,7 @@ class Prefill(Operation):
     def needs(self, problem: Problem) -> dict[str, bool]:
         K, V, options = problem.K, problem.V, problem.options
         qk = "rows of q and k that start at multiples of 16 bytes"
-        values = "rows of v and out, and of KDA's g, that start at multiples of 16 bytes"
+        values = "rows of v, z and out, and of KDA's g, that start at multiples of 16 bytes"
         return {
             f"K of 64, 96 or 128, got {K}": K not in (64, 96, 128),
             f"V of 64, 128 or 192, got {V}": V not in (64, 128, 192),
@@ -189,8 +199,8 @@ class Prefill(Operation):
         if a.output_final_state and final is None:
             final = torch.empty(_final_shape(a), dtype=_final_dtype(a), device="meta")
         states: dict[str, Any] = dict(initial_state=initial, final_state=final)
-        checkpoints = _checkpoint_strides(a)
-        return strides_of(PrefillStrides, a, o=output_of(a), checkpoints=checkpoints, **states)
+        states |= dict(checkpoints=_checkpoint_strides(a), z=_by_group(a.z, a.q.shape[2]))
+        return strides_of(PrefillStrides, a, o=output_of(a), **states)
 
     def plan(
         self,
@@ -212,8 +222,9 @@ class Prefill(Operation):
 
     def shipped(self, model: Model) -> list[Problem]:
         options = ((), ("checkpoints",), ("deterministic",))
-        problems = [model.problem("prefill", options=x) for x in options]
-        return [*problems, replace(problems[-1], grid=CHUNK)]
+        products = itertools.product(options, model.norms())
+        problems = [model.problem("prefill", options=(*x, *norm)) for x, norm in products]
+        return [*problems, replace(model.problem("prefill", options=options[-1]), grid=CHUNK)]
 
     def launch(self, problem: Problem, plan: Plan, a: Arguments) -> Launch:
         return PrefillLaunch(self, problem, plan, a)
@@ -264,6 +275,14 @@ def scanned_segments(segments: int, ctas: int, sms: int) -> int:
 def grid_slots(sequences: int, total: int, tokens: int) -> int:
     """The most that packed sequences need if `tokens` of one take a slot, and each at least one."""
     return max(-(-total // tokens), 1) if sequences == 1 else total // tokens + sequences
+def _by_group(z: Tensor | None, H: int) -> Tensor | None:
+    """z as [N, T, H, HV / H, V]."""
+    return z if z is None or z.ndim == 5 else z.unflatten(2, (H, -1))
+
+
+def _by_value_head(z: Tensor | None) -> Tensor | None:
+    """z as [N, T, HV, V]."""
+    return z if z is None or z.ndim == 4 else z.flatten(2, 3)
 
 
 def _final_shape(a: Arguments) -> tuple[int, ...]:
@@ -293,7 +312,7 @@ class PrefillLaunch(TokensLaunch):
         super().__init__(operation, problem, plan, a, sources)
         channel, packed = a.g.ndim == 4, a.cu_seqlens is not None
         states = ("initial_state", "state", "final_state", "checkpoints")
-        self.vectors = ("q", "k", "v", *states, "out", *(("g",) if channel else ()))
+        self.vectors = ("q", "k", "v", "z", *states, "out", *(("g",) if channel else ()))
         self.final_shape = (
             _final_shape(a) if a.output_final_state and a.final_state is None else None
         )
@@ -335,6 +354,7 @@ class PrefillLaunch(TokensLaunch):
         self.sizes = ready(
             PrefillSizes(
                 **token_sizes(PrefillSizes, a),
+                **norm_sizes(a),
                 N=N,
                 T=T,
                 total=total,

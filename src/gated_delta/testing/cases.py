@@ -320,6 +320,8 @@ def cases(op: str) -> tuple[Case, ...]:
         factors = axis, D, heads, gate, family, keys, state_dtype
         deterministic = op == "prefill" and rng.random() < 0.125
         doubled = tokens[-1] and op != "flush" and rng.random() < 0.125
+        if op == "prefill" and not size and keys == "random":
+            norm = rng.choice((None, None, None, *ACTIVATIONS))
         more = norm, deterministic, size, UNEQUAL_DIMS.get(D)
         case = Case(op, *factors, layout, *tokens, lengths, null_index, seed, *more)
         built.append(replace(case, allow_neg_eigval=doubled))

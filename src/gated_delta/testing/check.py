@@ -179,18 +179,21 @@ def _bit_failures(call: Call, written: dict[str, Tensor], backend: str) -> list[
         )
         t = t._replace(v=t.v[:, :, -group:], g=t.g[:, :, -group:], beta=t.beta[:, :, -group:])
         o = torch.empty_like(t.v)
+        rows = (0, slice(call.starts[n], call.starts[n] + length)) if case.packed else (n,)
+        z = None if call.z is None else call.z[rows][None, :, -group:]
         for first in range(0, length, part):
             span = slice(first, first + part)
             tokens = t.map(itemgetter((slice(None), span)))
             o[:, span], final = api.prefill(
                 **tokens._asdict(),
+                norm=call.norm,
+                z=None if z is None else z[:, span],
                 initial_state=state,
                 output_final_state=True,
                 deterministic=case.deterministic,
                 backend=backend,
             )
             state = final
-        rows = (0, slice(call.starts[n], call.starts[n] + length)) if case.packed else (n,)
         pairs = {"o": (o[0], written["o"][rows][:, -group:])}
         for name, row in (("state", slots[n]), ("final_state", n)):
             if name in written:

@@ -51,7 +51,7 @@ def _at(call: Call, n: int, t: int) -> tuple[int, int]:
 
 
 def _put_output(call: Call, o: Expected, n: int, t: int, o_t: Tensor, plain: bool) -> None:
-    """`plain` rounds an output to its dtype before the norm, as decode and verify do."""
+    """`plain` rounds an output to its dtype before the norm, as the operations do."""
     at = _at(call, n, t)
     if call.norm is not None:
         assert call.z is not None
@@ -93,7 +93,7 @@ def _prefill(call: Call, dtype: torch.dtype, plain: bool) -> dict[str, Expected]
         checkpoints = [] if lens is None else lens[n].tolist()
         after_token = {0: state}
         for t, (o_t, after) in enumerate(recurrent(call.sequence(n), state, dtype)):
-            _put(o, _at(call, n, t), o_t)
+            _put_output(call, o, n, t, o_t, plain)
             state = after
             if t + 1 in checkpoints:
                 after_token[t + 1] = state

@@ -1,9 +1,9 @@
-"""The gated RMSNorm of o, in decode and verify, and its absent forms."""
+"""The gated RMSNorm of o, in decode, verify and prefill, and its absent forms."""
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float16, Float32, Int32
-from cutlass.cute.arch import shuffle_sync
+from cutlass import Float16, Float32, Int32, Uint32
+from cutlass.cute.arch import shuffle_sync, shuffle_sync_bfly
 from cutlass.cutlass_dsl import select_
 
 from ..arguments import ABSENT
@@ -11,6 +11,7 @@ from . import arithmetic, ptx
 from .args import offset, tensor_at
 from .recurrent import nothing, shared_tensor, shared_vector
 
+LOG2_E = 1.4426950408889634
 NORM = ("z", "norm_")
 """How the names of a norm's arguments begin."""
 LOADS = 8  # elements of z per thread in flight
@@ -32,7 +33,7 @@ def load_weight(args, row, condition):
 
 
 def activated(args, z):
-    gate = arithmetic.sigmoid(z)
+    gate = ptx.reciprocal(Float32(1) + ptx.exp2(z * Float32(-LOG2_E)))
     return ptx.select(args.size.norm_sigmoid != 0, gate, z * gate)
 
 
@@ -48,6 +49,49 @@ def store_o(dtype, draft, o_at, t, o):
     """Store o of token t and the lane's V row."""
     inside = draft.coord.stores_o & (t < draft.length)
     ptx.store_if(dtype, o_at + offset(t, draft.args.stride.o_t), o, inside)
+
+
+def rstd_of(args, squares, V):
+    """1 / RMS of a row, from its sum of squares."""
+    eps = args.size.norm_eps.bitcast(Float32)
+    return cute.math.rsqrt(cute.math.fma(squares, Float32(1 / V), eps))
+
+
+# ------------------------------------------------------------ prefill
+
+
+QUAD_VECTORS = 4
+"""Lanes of a row: lane m has its 16-byte vectors m, m + 4, ..., in which bits follow decode's."""
+
+
+def rstd_of_vectors(args, words, dtype):
+    """1 / RMS of a row, of which a lane of four has the vectors `words`: [V / 32][4].
+
+    The sum of squares adds as decode's: rows l, l + 32, ... in order, then l and l + 16, + 8, ...
+    """
+    squares = [Float32(0)] * 8
+    for vector in words:
+        row = ptx.unpack(vector, dtype)
+        squares = [cute.math.fma(x, x, total) for x, total in zip(row, squares, strict=True)]
+    for lanes in (2, 1):
+        squares = [x + shuffle_sync_bfly(x, offset=lanes) for x in squares]
+    while len(squares) > 1:
+        half = len(squares) // 2
+        squares = [a + b for a, b in zip(squares[:half], squares[half:], strict=True)]
+    return rstd_of(args, squares[0], 8 * QUAD_VECTORS * len(words))
+
+
+def normalised_vector(args, o, z, rstd, weight_at, dtype):
+    """Words of o * rstd * weight * act(z), from words of o and z and 8 fp32 in shared memory."""
+    weights, words = ptx.load_shared_f32x8(weight_at), []
+    # Opaque: unpacked again, so that a row's words alone stay in registers.
+    for i, (x, gate) in enumerate(zip(o, z, strict=True)):
+        pair = ptx.unpack([Uint32(ptx.opaque(Int32(x)))], dtype), ptx.unpack([gate], dtype)
+        low, high = (
+            pair[0][j] * rstd * (activated(args, pair[1][j]) * weights[2 * i + j]) for j in range(2)
+        )
+        words.append(ptx.pack_x2(low, high, dtype))
+    return words
 
 
 # ------------------------------------------------------------ decode
@@ -217,7 +261,6 @@ class GatedNorm:
         else:
             cute.arch.sync_threads()
         lane = coord.thread % 32
-        eps = args.size.norm_eps.bitcast(Float32)
         for t in cutlass.range(coord.thread // 32, draft.length, self.warps, unroll=1):
             outputs, factors = self.outputs(shared, t), self.factors(shared, t)
             total = Float32(0)
@@ -225,7 +268,7 @@ class GatedNorm:
                 x = outputs[lane + first]
                 total = cute.math.fma(x, x, total)
             total = arithmetic.sum_lanes(total, 32)
-            rstd = cute.math.rsqrt(cute.math.fma(total, Float32(1 / self.V), eps))
+            rstd = rstd_of(args, total, self.V)
             at = o_at + offset(draft.start + t, args.stride.o_t)
             for first in cutlass.range_constexpr(0, self.cta_rows, 32):
                 head_row = coord.v_tile * self.cta_rows + (lane + first)
@@ -317,5 +360,4 @@ class RowNorm:
             four = shared_vector(at + first, 4).load()
             for i in range(min(4, groups - first)):
                 total = four[i] if total is None else total + four[i]
-        eps = draft.args.size.norm_eps.bitcast(Float32)
-        return cute.math.rsqrt(cute.math.fma(total, Float32(1 / self.V), eps))
+        return rstd_of(draft.args, total, self.V)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from ..arguments import TOKEN_STRIDES, strides_type
+from ..arguments import NORM_STRIDES, TOKEN_STRIDES, strides_type
 
 CHUNK = 64
 """Tokens of a chunk."""
@@ -46,6 +46,7 @@ PrefillStrides = strides_type(
     checkpoint_lens="nj",
     checkpoint_indices="nj",
     checkpoints="njph",
+    **NORM_STRIDES | dict(z="nthg"),
 )
 
 
@@ -67,6 +68,8 @@ class PrefillTensors(NamedTuple):
     checkpoints: int  # [N, C, HV, V, K]; with checkpoint_indices [R, HV, V, K] or the pool
     initial_state: int  # [N, HV, V, K], or the pool [P, HV, V, K]
     final_state: int  # the same
+    z: int  # [N, T, H, HV / H, V]
+    norm_weight: int  # [V]
     o: int  # [N, T, HV, V]
 
 
@@ -110,6 +113,9 @@ class PrefillSizes(NamedTuple):
     """Segments of so many chunks in all sequences, at most."""
     scan_chunks: int
     """Chunks that a CTA of the scan has on a grid: of one segment or of several, in turn."""
+    norm_weight_kind: int
+    norm_eps: int
+    norm_sigmoid: int
 
 
 class WorkspaceShape(NamedTuple):

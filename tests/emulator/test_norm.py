@@ -1,0 +1,69 @@
+"""prefill's gated norm on the emulator: decode's norm of the same outputs, bit for bit."""
+
+import pytest
+import torch
+
+import gated_delta as gd
+from gpu import needs_compiler, prefill_path
+
+from . import emulated
+from .calls import SMS, call
+
+pytestmark = needs_compiler
+
+LENGTHS, PADDING = (65, 0, 3, 2), 2
+"""Packed: a last chunk of one token, an empty sequence, an inactive one, two tokens."""
+
+
+def norm_by_decode(o, norm, z):
+    """decode's norm of o: of one token each, from states of zeros, with o for v."""
+    rows, (HV, V) = o.shape[:2].numel(), o.shape[2:]
+    q = torch.zeros(rows, 1, 1, 8, dtype=o.dtype)
+    q[..., 0] = 1
+    scalars = dict(g=torch.zeros(rows, 1, HV), beta=torch.ones(rows, 1, HV))
+    v, z = (x.reshape(rows, 1, HV, V) for x in (o, z))
+    exact = dict(scale=1.0, qk_l2norm=False, update_state=False, backend="cute")
+    state = torch.zeros(rows, HV, V, 8)
+    return gd.decode(q, q, v, **scalars, norm=norm, z=z, state=state, **exact).view(o.shape)
+
+
+def hostile(T, HV, V, dtype):
+    """weight, and z: of all sizes, with zeros and NaN, and strides of a fused projection."""
+    rng = torch.Generator().manual_seed(V)
+    z = torch.randn(1, T, HV, 3, V, generator=rng) * 3
+    z[:, ::3] *= 2.0**20 if dtype == torch.bfloat16 else 2.0**12
+    z[:, 1, 0, :, 5], z[:, 2], z[:, 65:68] = torch.nan, 0, torch.nan
+    return torch.randn(V, generator=rng), z.to(dtype)[..., 1, :]
+
+
+@pytest.mark.parametrize(
+    ("axis", "heads", "K", "V", "dtype"),
+    [("head", (1, 3), 64, 128, torch.bfloat16), ("channel", (1, 1), 96, 192, torch.float16)],
+)
+def test_prefill_has_the_bits_of_decodes_norm(axis, heads, K, V, dtype, kernels):
+    """Behind a bare prefill; states have its bits, and rows of no active sequence are zeros."""
+    T, HV = sum(LENGTHS) + PADDING, heads[1]
+    one = call(axis, T, LENGTHS, heads, K, V)
+    del one["output_final_state"]
+    one |= {name: one[name].to(dtype) for name in "qkvg"}
+    one["v"][0, 4] = 0
+    weight, z = hostile(T, HV, V, dtype)
+    norm = gd.GatedNorm(weight.bfloat16(), 1e-5, "sigmoid" if K == 64 else "silu")
+    one |= dict(state_indices=torch.tensor([3, 1, -1, 0]), backend="cute")
+    pool = torch.randn(4, HV, V, K, generator=torch.Generator().manual_seed(0))
+    results = []
+    given = z.unflatten(2, (heads[0], -1)) if axis == "head" else z
+    with prefill_path("tiles", sms=SMS), emulated(kernels):
+        for options in ({}, dict(norm=norm, z=given)):
+            state, out = pool.clone(), torch.full((1, T, HV, V), torch.nan, dtype=dtype)
+            gd.prefill(**one, **options, state=state, out=out)
+            results.append((out, state))
+        (bare, state), (o, other) = results
+        want = norm_by_decode(bare, norm, z)
+    active = torch.ones(T, dtype=torch.bool)
+    active[65:68], active[-PADDING:] = False, False
+    assert bare[:, active].any()
+    assert want[0, 1, 0].isnan().any()
+    assert torch.equal(state, other)
+    assert not o[:, ~active].any()
+    assert torch.equal(o[:, active].view(torch.int16), want[:, active].view(torch.int16))
