@@ -29,9 +29,11 @@ Pointers, Strides, Sizes = (
     typed(ShortConvSizes, Int32),
 )
 
-WARPS, LANE_CHANNELS, TAPS = 4, 8, 4
+WARPS, LANE_CHANNELS, TAPS = 4, 4, 4
 TOKENS = CHUNK // WARPS  # of a warp
 LOADS = 8  # tokens with loads in flight
+CTAS_PER_SM = 6  # at 80 registers
+WORDS = LANE_CHANNELS // 2  # in a row
 TILE = 32 * LANE_CHANNELS  # channels of a CTA
 
 
@@ -72,6 +74,7 @@ class ShortConv:
             block=(32 * WARPS, 1, 1),
             stream=stream,
             use_pdl=levels.current().pdl,
+            max_number_threads=(CTAS_PER_SM * 32 * WARPS, 1, 1),
         )
 
     @cute.kernel
@@ -143,7 +146,7 @@ class ShortConv:
     def clear(self, args, run):
         at, step = self.outputs(args, run, run.first), Int64(args.stride.o_t)
         for t in range(TOKENS):
-            ptx.store_words(at + t * step, [Uint32(0)] * 4, run.first + t < run.tokens)
+            ptx.store_words(at + t * step, [Uint32(0)] * WORDS, run.first + t < run.tokens)
 
     @cute.jit
     def convolve(self, args, run):
@@ -161,27 +164,29 @@ class ShortConv:
         """The inputs before the warp's first token."""
         at = at + (run.first - (TAPS - 1)) * step
         for i in range(TAPS - 1):
-            words = ptx.load_words(at + i * step, run.first < run.tokens)
+            words = ptx.load_words(at + i * step, run.first < run.tokens, WORDS)
             for c, x in enumerate(ptx.unpack(words, self.dtype)):
                 taps[i, c] = x
 
+    @cute.jit
     def convolve_tokens(self, args, run, at, step, taps):
         weights, bias = self.load_weights(args, run)
         out, out_step = self.outputs(args, run, run.first), Int64(args.stride.o_t)
         at = at + run.first * step
+        for batch in cutlass.range(run.first, cutlass.min(run.first + TOKENS, run.tokens), LOADS, unroll=1):
+            self.convolve_batch(at, step, out, out_step, run.tokens - batch, taps, weights, bias)
+            at, out = at + LOADS * step, out + LOADS * out_step
+
+    def convolve_batch(self, at, step, out, out_step, tokens, taps, weights, bias):
         xs = [[taps[i, c] for c in range(LANE_CHANNELS)] for i in range(TAPS - 1)]
-        for batch in range(0, TOKENS, LOADS):
-            tokens = range(batch, batch + LOADS)
-            inside = [run.first + t < run.tokens for t in tokens]
-            rows = [
-                ptx.load_words(at + t * step, there, zero=False)
-                for t, there in zip(tokens, inside, strict=True)
-            ]
-            for t, there, row in zip(tokens, inside, rows, strict=True):
-                xs.append(ptx.unpack(row, self.dtype))
-                y = self.activated(self.sums(xs, weights, bias))
-                ptx.store_words(out + t * out_step, ptx.pack_pairs(y, self.dtype), there)
-                xs = xs[1:]
+        rows = [ptx.load_words(at + t * step, t < tokens, WORDS, zero=False) for t in range(LOADS)]
+        for t, row in enumerate(rows):
+            xs.append(ptx.unpack(row, self.dtype))
+            y = self.activated(self.sums(xs[t:], weights, bias))
+            ptx.store_words(out + t * out_step, ptx.pack_pairs(y, self.dtype), t < tokens)
+        for i in range(TAPS - 1):
+            for c in range(LANE_CHANNELS):
+                taps[i, c] = xs[LOADS + i][c]
 
     def sums(self, xs, weights, bias):
         """Per channel the bias and the products, oldest tap first, one fma each."""
@@ -217,26 +222,31 @@ class ShortConv:
         at = tensor_at(args, "has_initial_state", n=run.n)
         return ptx.load_flag(at, args.ptr.has_initial_state != 0) != 0
 
-    def window(self, args, run, c, entry):
-        """Address of an entry of channel c's window."""
-        return tensor_at(args, "windows", p=run.slot, c=run.channel + c, l=entry)
+    def window(self, args, run):
+        """Address of the window of the lane's first channel."""
+        return tensor_at(args, "windows", p=run.slot, c=run.channel)
 
     def load_window(self, args, run, taps):
         there = self.resumed(args, run) & (run.tokens > 0)
+        at, stride = self.window(args, run), args.stride
         for i in range(TAPS - 1):
             for c in range(LANE_CHANNELS):
-                taps[i, c] = ptx.load(self.dtype, self.window(args, run, c, Int32(i)), there)
+                entry_at = at + offset(Int32(c), stride.windows_c) + offset(Int32(i), stride.windows_l)
+                taps[i, c] = ptx.load(self.dtype, entry_at, there)
 
+    @cute.jit
     def store_window(self, args, run, at, step):
         """The last inputs of (window, tokens), bit for bit: none is rounded on the way."""
-        resumed, entries = self.resumed(args, run), []
-        for i in range(TAPS - 1):
-            t = run.tokens - (TAPS - 1) + i
-            words = ptx.load_words(at + t * step, t >= 0)
-            old = Int32(select_(t < 0, run.tokens + i, Int32(0)))
-            for c in range(LANE_CHANNELS):
-                kept = ptx.load_bits(self.window(args, run, c, old), resumed & (t < 0))
-                new = Uint16((words[c // 2] >> Uint32(c % 2 * 16)) & Uint32(0xFFFF))
-                entries.append((self.window(args, run, c, Int32(i)), kept | new))
-        for entry_at, bits in entries:
-            ptx.store_half(entry_at, bits, (run.tokens > 0) | ~resumed)
+        stride, resumed = args.stride, self.resumed(args, run)
+        window_at = self.window(args, run)
+        if (run.tokens > 0) | ~resumed:
+            for c in cutlass.range(LANE_CHANNELS, unroll=1):
+                channel_at = window_at + offset(c, stride.windows_c)
+                # In this order no entry is written before it is read.
+                for i in cutlass.range_constexpr(TAPS - 1):
+                    t = run.tokens - (TAPS - 1) + i
+                    old = Int32(select_(t < 0, run.tokens + i, Int32(0)))
+                    kept_at = channel_at + offset(old, stride.windows_l)
+                    kept = ptx.load_bits(kept_at, resumed & (t < 0))
+                    new = ptx.load_bits(at + t * step + c * (self.dtype.width // 8), t >= 0)
+                    ptx.store_half(channel_at + offset(Int32(i), stride.windows_l), kept | new, True)

@@ -23,7 +23,7 @@ from ..problem import (
 )
 from .launch import Launch, Model, Operation, Plan, kinds_of, null_index, ready, strides_of
 
-CHANNELS = 256
+CHANNELS = 128
 """Channels of a CTA."""
 
 
