@@ -236,17 +236,22 @@ class ShortConv:
 
     @cute.jit
     def store_window(self, args, run, at, step):
-        """The last inputs of (window, tokens), bit for bit: none is rounded on the way."""
+        """The last inputs of (window, tokens), bit for bit: none is rounded on the way.
+
+        In this order no entry is written before it is read.
+        """
         stride, resumed = args.stride, self.resumed(args, run)
         window_at = self.window(args, run)
         if (run.tokens > 0) | ~resumed:
-            for c in cutlass.range(LANE_CHANNELS, unroll=1):
-                channel_at = window_at + offset(c, stride.windows_c)
-                # In this order no entry is written before it is read.
-                for i in cutlass.range_constexpr(TAPS - 1):
-                    t = run.tokens - (TAPS - 1) + i
-                    old = Int32(select_(t < 0, run.tokens + i, Int32(0)))
-                    kept_at = channel_at + offset(old, stride.windows_l)
-                    kept = ptx.load_bits(kept_at, resumed & (t < 0))
-                    new = ptx.load_bits(at + t * step + c * (self.dtype.width // 8), t >= 0)
-                    ptx.store_half(channel_at + offset(Int32(i), stride.windows_l), kept | new, True)
+            for i in cutlass.range(TAPS - 1, unroll=1):
+                self.store_entry(window_at, stride, i, run.tokens, resumed, at, step)
+
+    def store_entry(self, window_at, stride, i, tokens, resumed, at, step):
+        t = tokens - (TAPS - 1) + i
+        row = ptx.load_words(at + t * step, t >= 0, WORDS)
+        old = offset(Int32(select_(t < 0, tokens + i, Int32(0))), stride.windows_l)
+        channels = [window_at + offset(Int32(c), stride.windows_c) for c in range(LANE_CHANNELS)]
+        kept = [ptx.load_bits(x + old, resumed & (t < 0)) for x in channels]
+        for c, x in enumerate(channels):
+            new = Uint16((row[c // 2] >> Uint32(c % 2 * 16)) & Uint32(0xFFFF))
+            ptx.store_half(x + offset(i, stride.windows_l), kept[c] | new, True)

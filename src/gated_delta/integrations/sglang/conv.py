@@ -16,7 +16,7 @@ from torch import Tensor
 from gated_delta import api
 from gated_delta.gpus import H200, card_of
 from gated_delta.integrations.sglang import process
-from gated_delta.problem import ShortConv, UnsupportedProblem
+from gated_delta.problem import TAPS, ShortConv, UnsupportedProblem
 
 WHOLE_ROWS = "Qwen3GatedDeltaNet"
 """The layer whose projection is [T, H, (q | k | v | z)]."""
@@ -84,6 +84,8 @@ class Convolution:
         """The backend's `_convolve_prefill`: [T, q|k|v]."""
         bounds = self.backend.forward_metadata.query_start_loc
         N, whole = len(bounds) - 1, self.parts is not None
+        if (weight := layer.conv_weights).shape[1] != TAPS or not weight.is_contiguous():
+            self.leave(f"{TAPS} taps, contiguous, got {list(weight.shape)}")
         if conv_states.dtype != mixed_qkv.dtype:
             self.leave(f"windows in {mixed_qkv.dtype}, got {conv_states.dtype}")
         q, k, v = self.parts or (
@@ -101,7 +103,7 @@ class Convolution:
                     q[None],
                     k[None],
                     v[None],
-                    ShortConv(layer.conv_weights, layer.bias),
+                    ShortConv(weight, layer.bias),
                     windows=conv_states,
                     state_indices=slots[:N],
                     has_initial_state=batch.extend_prefix_lens > 0,
@@ -142,6 +144,11 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat([x.flatten(1) for x in parts], 1)
 
 
+def copied(x: Tensor) -> Tensor:
+    """A contiguous copy of x, 16 bytes at a time: torch would copy such rows number by number."""
+    return x.view(torch.complex128).contiguous().view(x.dtype)
+
+
 class WholeRows:
     """Qwen3-Next's `forward`, whose prefills leave q, k and v where the projection has them."""
 
@@ -154,7 +161,7 @@ class WholeRows:
         layer, attn = self.layer, self.layer.attn
         H, HV, V = attn.num_k_heads, attn.num_v_heads, attn.head_v_dim
         rows, ba = layer._forward_input_proj(hidden_states)
-        z = parts_of(attn, rows)[3].reshape(-1, V)
+        z = copied(parts_of(attn, rows)[3]).view(-1, V)
         b, a = (x.reshape(-1, HV) for x in ba.view(len(ba), H, -1).chunk(2, 2))
         o = layer.attn(forward_batch, mixed_qkv=rows, a=a, b=b).reshape(-1, V)
         if o.shape != z.shape:  # rows that data parallelism adds
