@@ -211,9 +211,7 @@ class ShortConv(_Tensors):
     def __post_init__(self) -> None:
         _tensor("weight", self.weight, STATE_DTYPES)
         if self.weight.ndim != 2 or self.weight.shape[1] != TAPS:
-            raise ValueError(
-                f"weight: expected shape [C, {TAPS}], got {list(self.weight.shape)}"
-            )
+            raise ValueError(f"weight: expected shape [C, {TAPS}], got {list(self.weight.shape)}")
         if not self.weight.is_contiguous():
             strides = list(self.weight.stride())
             raise ValueError(f"weight: expected a contiguous tensor, got strides {strides}")
@@ -373,8 +371,8 @@ class Problem:
 
     op: str
     axis: str
-    """"head": one decay per value head (GDN); "channel": one per key channel (KDA). short_conv, which
-    has none: ""."""
+    """"head": one decay per value head (GDN); "channel": one per key channel (KDA); "" without a
+    decay, in short_conv."""
     H: int
     HV: int
     K: int

@@ -1,5 +1,7 @@
 """short_conv's kernel on the emulator, against float64: packed, dense, cut, on every window."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -67,7 +69,7 @@ def test_a_cut_prompt_has_the_bits_of_one_call(backend, kernels):
     with emulated(kernels):
         whole, windows = run(windows=(one := call["windows"].clone())), one
         parts = []
-        for start, end in zip(cuts, cuts[1:]):
+        for start, end in itertools.pairwise(cuts):
             tokens = {name: call[name][:, start:end] for name in "qkv"}
             part = run(**tokens, cu_seqlens=torch.tensor([0, end - start]))
             call["has_initial_state"] = None

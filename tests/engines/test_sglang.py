@@ -840,6 +840,9 @@ EXPECTED = {
     utils.resolve_linear_attn_backends: "prefill_default",
     gdn_backend.GDNAttnBackend.__init__: "self model_runner",
     gdn_backend.GDNAttnBackend.init_forward_metadata: "self forward_batch",
+    gdn_backend.GDNAttnBackend._convolve_prefill: (
+        "self layer forward_batch mixed_qkv conv_states cache_indices"
+    ),
     kda_backend.KDAAttnBackend.__init__: "self model_runner",
     gdn_backend.GDNKernelDispatcher.__init__: "self decode_backend prefill_backend verify_backend",
     kda_backend.KDAKernelDispatcher.__init__: "self decode_backend prefill_backend verify_backend",

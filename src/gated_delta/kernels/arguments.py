@@ -42,7 +42,7 @@ def strides_type(name: str, **dims: str) -> Any:
     """A tuple type with one field per dimension of each tensor: q="nt" gives q_n and q_t.
 
     n: sequence (0 when packed), t: token, h: head, c: channel, p: pool slot, r: row of the
-    KVBuffer, j: checkpoint of a sequence. short_conv: r, value head of a group; l, entry of a window.
+    KVBuffer, j: checkpoint of a sequence. short_conv: r, value head of a group; l, window's entry.
     """
     fields = [f"{tensor}_{dim}" for tensor, letters in dims.items() for dim in letters]
     strides: Any = namedtuple(name, fields)

@@ -1,13 +1,16 @@
 """short_conv: the causal convolution of q, k and v in front of prefill. docs/kernels/short_conv.md.
 
-    y_t = silu(bias + sum_{i<4} weight_i x_{t-3+i}), x before a sequence from its window or 0
+    y_t = silu(bias + sum_{i<4} weight_i x_{t-3+i})    x before a sequence: from its window, or 0
 
-CTA: a chunk of 64 tokens of a sequence, 256 channels of the row q | k | v. The work is memory bound:
-a lane has 8 channels, 16 bytes, and a warp 16 tokens in order, so each input is read once from
-global memory. A warp reads the 3 rows before its own again, from L1 or L2.
+CTA: 128 channels of q | k | v, for a chunk of 64 tokens of a sequence. A warp has 16 of its tokens,
+a lane 4 channels: 8 bytes of a row, and the last three rows in registers. So memory is read once,
+but for the three rows in front of a warp's own, which are in L1 or L2.
 
-Warp roles: none. Shared memory: none. The warp with a sequence's first tokens reads its window, then
-writes the new one: no other warp touches it.
+Warp roles: none. Shared memory: none. The warp with a sequence's first tokens reads the window and
+then writes the new one: no other warp touches it.
+
+Order of work: find the sequence; load the rows before, or the window; load weights; 8 tokens at a
+time: load, convolve, store.
 """
 
 from typing import NamedTuple
@@ -173,7 +176,9 @@ class ShortConv:
         weights, bias = self.load_weights(args, run)
         out, out_step = self.outputs(args, run, run.first), Int64(args.stride.o_t)
         at = at + run.first * step
-        for batch in cutlass.range(run.first, cutlass.min(run.first + TOKENS, run.tokens), LOADS, unroll=1):
+        for batch in cutlass.range(
+            run.first, cutlass.min(run.first + TOKENS, run.tokens), LOADS, unroll=1
+        ):
             self.convolve_batch(at, step, out, out_step, run.tokens - batch, taps, weights, bias)
             at, out = at + LOADS * step, out + LOADS * out_step
 
@@ -192,9 +197,7 @@ class ShortConv:
         """Per channel the bias and the products, oldest tap first, one fma each."""
         sums = bias
         for i in range(TAPS):
-            sums = [
-                cute.math.fma(xs[i][c], weights[c][i], sums[c]) for c in range(LANE_CHANNELS)
-            ]
+            sums = [cute.math.fma(xs[i][c], weights[c][i], sums[c]) for c in range(LANE_CHANNELS)]
         return sums
 
     def activated(self, ys):
@@ -231,7 +234,9 @@ class ShortConv:
         at, stride = self.window(args, run), args.stride
         for i in range(TAPS - 1):
             for c in range(LANE_CHANNELS):
-                entry_at = at + offset(Int32(c), stride.windows_c) + offset(Int32(i), stride.windows_l)
+                entry_at = (
+                    at + offset(Int32(c), stride.windows_c) + offset(Int32(i), stride.windows_l)
+                )
                 taps[i, c] = ptx.load(self.dtype, entry_at, there)
 
     @cute.jit

@@ -107,7 +107,8 @@ class ShortConvolution(Operation):
 
     def result(self, a: Arguments) -> tuple[Tensor, Tensor, Tensor]:
         assert a.out is not None
-        return views(a.out, *a.q.shape[2:], a.v.shape[-1])
+        H, K = a.q.shape[2:]
+        return views(a.out, H, K, a.v.shape[-1])
 
     def run_reference(self, a: Arguments) -> None:
         conv = ShortConv(a.weight, a.bias, a.activation)

@@ -23,20 +23,20 @@ WHOLE_ROWS = "Qwen3GatedDeltaNet"
 
 
 def hook(backend: Any, layers: Sequence[Any]) -> None:
-    """Lets a GDN backend's prefills convolve by our kernel.
+    """Lets a GDN backend's prefills convolve by our kernel; the layers activate with SiLU.
 
     Not on a card other than Hopper, where no check precedes it, or with multi-item scoring.
     """
     card = card_of(torch.device(backend.device))
-    measured = card is None or card.level == H200.level
-    if not measured or backend.enable_mis or any(x.attn.activation != "silu" for x in layers):
+    if backend.enable_mis or (card is not None and card.level != H200.level):
         return
     convolution = Convolution(backend)
     for layer in layers:
-        known = next((x for x in type(layer).__mro__ if x.__name__ == WHOLE_ROWS), None)
-        if known is not None and type(layer).forward is known.forward:
-            if not isinstance(layer.forward, WholeRows):
-                layer.forward = WholeRows(layer, convolution)
+        known: Any = next((x for x in type(layer).__mro__ if x.__name__ == WHOLE_ROWS), None)
+        if known is None or type(layer).forward is not known.forward:
+            continue
+        if not isinstance(layer.forward, WholeRows):
+            layer.forward = WholeRows(layer, convolution)
 
 
 class Convolution:

@@ -82,8 +82,6 @@ class Layer(NamedTuple):
             weight = torch.ones(self.V, dtype=self.dtype, device=device)
             decode |= dict(z=decode["v"], norm=GatedNorm(weight))
         calls = dict(decode=[("decode", decode)], prefill=[("prefill", prompt)])
-        if self.layers == "GDN":
-            calls["prefill"].append(("short_conv", self.convolution(prompt)))
         if ring and not kernels.ring_lacks(ring):
             rows = dict(buffer=ring, buffer_indices=zero, buffer_lens=zero)
             calls["decode"] = [("decode", decode | rows)]
@@ -91,6 +89,8 @@ class Layer(NamedTuple):
             checkpoints = state.new_zeros(1, 1, *state.shape[1:])
             more = dict(checkpoint_lens=zero[:, None], checkpoints=checkpoints)
             calls["prefill"].append(("prefill", prompt | more))
+        if self.layers == "GDN":
+            calls["prefill"].append(("short_conv", self.convolution(prompt)))
         in_kvbuffer = isinstance(scratch, KVBuffer)
         if scratch is None or (tree and not in_kvbuffer):
             return calls
@@ -155,7 +155,7 @@ def check(_: None, backend: Any, runner: Any, *__: Any, **___: Any) -> None:
         kernels.skip_preparation(backend)
         if all(module.attn.activation == "silu" for module in modules):
             graphs.allow(backend)
-        conv.hook(backend, modules)
+            conv.hook(backend, modules)
     elif "prefill" in served:
         graphs.limit(backend)
     if process.state.deterministic and "prefill" in served:
