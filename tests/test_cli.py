@@ -367,7 +367,7 @@ def test_a_pack_for_a_dtype_and_head_dims(monkeypatch, tmp_path):
     assert [variant for variant, _ in seen] == [
         *dispatch.shipped("sm_90a", torch.float16, (64, 96), ring=True, trees=True)
     ]
-    facts = [set(variant.facts) for variant, _ in seen]
+    facts = [set(variant.facts) for variant, _ in seen if variant.kernel != "short_conv"]
     assert all({("K", 64), ("V", 96)} < x and ("dtype", "bf16") not in x for x in facts)
 
 

@@ -103,7 +103,7 @@ def covering(kernel, count=2):
 
 SAMPLE = [
     variant
-    for kernel in ("decode", "verify", "flush", *PREFILL)
+    for kernel in ("decode", "verify", "flush", "short_conv", *PREFILL)
     if kernel not in ("prefill_scan", "prefill_overlapped")
     for variant in covering(kernel)
 ]
@@ -256,6 +256,7 @@ OF_LEVELS = [
         last_of(arch, "decode", "norm=True"),
         last_of(arch, "verify", "state_dtype=fp32 dtype=bf16 g_dtype=bf16 gate=softplus"),
         last_of(arch, "flush"),
+        last_of(arch, "short_conv"),
         *(last_of(arch, kernel, "axis=head K=128") for kernel in BY_TILES[:2]),
         *(last_of(arch, kernel, "axis=channel") for kernel in BY_TILES[1:3]),
     )
@@ -274,7 +275,7 @@ def test_registers_and_spills_of_other_levels(arch, variant):
 
 @needs_compiler
 @pytest.mark.usefixtures("shared")
-@pytest.mark.parametrize("kernel", ["decode", "verify", "flush", *BY_TILES])
+@pytest.mark.parametrize("kernel", ["decode", "verify", "flush", "short_conv", *BY_TILES])
 def test_blackwell_compiles_too(kernel):
     variant = last_of("sm_100a", kernel)
     assert compile.resources(compile.build(variant, "sm_100a")).stack == 0
@@ -284,7 +285,8 @@ def test_every_architecture_has_kernels_of_every_operation():
     """Only Hopper has wgmma: the other kernels of prefill are for it alone."""
     for arch in ARCHS:
         names = {variant.kernel for variant in dispatch.shipped(arch)}
-        assert names == {"decode", "verify", "flush", *(PREFILL if arch == "sm_90a" else BY_TILES)}
+        prefill = PREFILL if arch == "sm_90a" else BY_TILES
+        assert names == {"decode", "verify", "flush", "short_conv", *prefill}
 
 
 @needs_compiler
@@ -423,7 +425,7 @@ def copied(tmp_path, monkeypatch):
     kernels = tmp_path / "kernels"
     shutil.copytree(Path(compile.__file__).parent / "kernels", kernels)
     monkeypatch.setattr(compile, "__file__", str(tmp_path / "compile.py"))
-    names = ("decode", "verify", "flush", *PREFILL)
+    names = ("decode", "verify", "flush", "short_conv", *PREFILL)
     return kernels, lambda: {name: compile.sources.__wrapped__(name) for name in names}
 
 

@@ -152,6 +152,6 @@ def test_the_public_names():
     import gated_delta
 
     assert set(gated_delta.__all__) == {
-        "prefill", "decode", "verify", "flush", "explain",
-        "Gate", "GatedNorm", "KVBuffer", "Problem", "Route", "UnsupportedProblem",
+        "prefill", "decode", "verify", "flush", "short_conv", "explain",
+        "Gate", "GatedNorm", "KVBuffer", "Problem", "Route", "ShortConv", "UnsupportedProblem",
     }  # fmt: skip

@@ -318,7 +318,7 @@ def test_sglang_leaves_a_failing_mode_to_its_kernel(monkeypatch, caplog):
     monkeypatch.setattr(sglang_start.kernels, "skip_preparation", lambda backend: None)
     sglang_start.check(None, type("GDNAttnBackend", (), {})(), runner)
     assert sglang_process.state.left == {("GDN", "decode"): "a check that passes"}
-    assert [[op for op, _ in given] for given in loaded] == [["prefill"]]
+    assert [[op for op, _ in given] for given in loaded] == [["prefill", "short_conv"]]
     (line,) = caplog.messages
     assert line == (
         "gated_delta leaves GDN decode to the engine's kernel; ours needs a check that passes"

@@ -31,6 +31,7 @@ from .problem import (
     GatedNorm,
     KVBuffer,
     Problem,
+    ShortConv,
     UnsupportedProblem,
     refuse_grad,
     traced,
@@ -322,10 +323,49 @@ def flush(
     )  # fmt: skip
 
 
+def short_conv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    conv: ShortConv,
+    *,
+    windows: Tensor,
+    state_indices: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    null_index: int = -1,
+    out: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A layer's short causal convolution of whole prompts, in front of `prefill`.
+
+    q, k: [N, T, H, K], or packed [1, total, H, K] with cu_seqlens [N+1] (int32 or int64); bf16,
+    fp16 or fp32, last dim contiguous: views of the layer's projection. v: [N, T, HV, V], or
+    [N, T, H, R, V] where the value heads lie in groups of R between the others' channels, in q's
+    dtype. Projections that interleave q, k, v and z need no split.
+    windows: [P, C, 3], q's dtype, any strides: per slot the last three inputs of q | k | v, oldest
+    first, before the convolution. Sequence n starts from slot state_indices[n] (slot n when None),
+    or from zeros where has_initial_state [N] (bool) is False, and the slot gets its last three
+    inputs, bit for bit. A prompt in several calls has the bits of one call.
+    A sequence with a negative index is inactive: zero outputs, nothing written. null_index: slots
+    up to this one count as negative. out: [N, T, C], q's dtype, C = 2*H*K + HV*V; it receives
+    q | k | v. The tensors that a call writes (out, windows) share no memory with each other or with
+    its inputs.
+
+    Returns q, k [N, T, H, K] and v [N, T, HV, V], views of out. Raises as prefill does.
+    """
+    weight, bias, activation = _conv(conv)
+    return _runner(q)(
+        ops.SHORT_CONV,
+        q, k, v, weight, bias, windows, cu_seqlens, state_indices, has_initial_state, out,
+        activation, null_index, backend,
+    )  # fmt: skip
+
+
 def explain(op: str, *args: Any, **kwargs: Any) -> Route:
     """The backend and kernel that `op` would use for these arguments, and why not the CuTe backend.
 
-    op: "prefill", "decode", "verify" or "flush"; then that operation's own arguments.
+    op: "prefill", "decode", "verify", "flush" or "short_conv"; then that operation's own arguments.
     Checks them as the operation does, values on the device apart, and runs nothing.
     """
     if not isinstance(op, str) or op not in ops.OPERATIONS:
@@ -349,7 +389,9 @@ def describe(op: str, **kwargs: Any) -> Problem:
     return operation.describe(_arguments(operation, (), kwargs))
 
 
-_SIGNATURES = {f.__name__: inspect.signature(f) for f in (prefill, decode, verify, flush)}
+_SIGNATURES = {
+    f.__name__: inspect.signature(f) for f in (prefill, decode, verify, flush, short_conv)
+}
 
 
 def _arguments(op: Operation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -365,6 +407,7 @@ def _arguments(op: Operation, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     split("gate", _gate, "gate", "A_log", "dt_bias", "bound")
     norm = ("norm_weight", "norm_eps", "norm_activation")
     split("norm", lambda x: NO_NORM if x is None else _norm(x), *norm)
+    split("conv", _conv, "weight", "bias", "activation")
     split("buffer", lambda x: NO_BUFFER if x is None and op is ops.DECODE else _parts(x), *BUFFER)
     if op is ops.FLUSH:
         split("num_accepted", _counts, "num_accepted", "accepted_by_all")
@@ -389,6 +432,12 @@ def _norm(norm: GatedNorm) -> tuple[Tensor | None, float, str | None]:
     if not isinstance(norm, GatedNorm):
         raise TypeError(f"norm: expected a gated_delta.GatedNorm or None, got {type_name(norm)}")
     return norm.weight, norm.eps, norm.activation
+
+
+def _conv(conv: ShortConv) -> tuple[Tensor, Tensor | None, str | None]:
+    if not isinstance(conv, ShortConv):
+        raise TypeError(f"conv: expected a gated_delta.ShortConv, got {type_name(conv)}")
+    return conv.weight, conv.bias, conv.activation
 
 
 NO_BUFFER = (None, None, None)

@@ -33,8 +33,9 @@ class Written(Calls):
 
 def record(kernels):
     """Writes the kernels loaded at the start, the kernels that calls would launch on a GPU, the
-    longest prompts that prefills were told, and the lengths of their parts of prompts."""
-    labels_of = dict(looked_for=set(), needed=set(), longest=set(), parts=set())
+    longest prompts that prefills were told, the lengths of their parts of prompts, and whether the
+    convolution read whole rows of projections."""
+    labels_of = dict(looked_for=set(), needed=set(), longest=set(), parts=set(), rows=set())
 
     def note(kind, problem):
         labels_of[kind] |= {variant.label for variant in dispatch.variants_of(problem)}
@@ -50,6 +51,8 @@ def record(kernels):
             if operation.name == "prefill":
                 labels_of["parts"] |= set(a.cu_seqlens.diff().tolist())
                 labels_of["longest"] |= {a.max_seqlen} - {None}
+            if operation.name == "short_conv":
+                labels_of["rows"] |= {"whole" if a.v.ndim == 5 else "split"}
             note("needed", operation.describe(a))
             return run_reference(a)
 
@@ -69,6 +72,23 @@ if case["engine"].get("enable_deterministic_inference"):
     choices.add_deterministic_attention_backend_choices(["torch_native"])
     choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
 process.state.calls = Written("sglang", process.LOG.info)
+from sglang.srt.models import qwen2_moe, qwen3_next
+
+
+class Dense(qwen2_moe.Qwen2MoeMLP):
+    """In place of Qwen3-Next's experts, whose kernels no CPU has here."""
+
+    num_fused_shared_experts = 0
+
+    def __init__(self, config, quant_config=None, prefix="", **_):
+        sizes = config.hidden_size, config.intermediate_size, config.hidden_act
+        super().__init__(*sizes, quant_config, reduce_results=False, prefix=prefix)
+
+    def forward(self, x, forward_batch=None):
+        return super().forward(x)
+
+
+qwen3_next.Qwen2MoeSparseMoeBlock = Dense
 if "kernels" in case:
     record(case["kernels"])
 if "on_gpu" in case:

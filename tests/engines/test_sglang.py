@@ -840,6 +840,9 @@ EXPECTED = {
     utils.resolve_linear_attn_backends: "prefill_default",
     gdn_backend.GDNAttnBackend.__init__: "self model_runner",
     gdn_backend.GDNAttnBackend.init_forward_metadata: "self forward_batch",
+    gdn_backend.GDNAttnBackend._convolve_prefill: (
+        "self layer forward_batch mixed_qkv conv_states cache_indices"
+    ),
     kda_backend.KDAAttnBackend.__init__: "self model_runner",
     gdn_backend.GDNKernelDispatcher.__init__: "self decode_backend prefill_backend verify_backend",
     kda_backend.KDAKernelDispatcher.__init__: "self decode_backend prefill_backend verify_backend",
@@ -1117,6 +1120,28 @@ def kda(request, tmp_path_factory):
     return result, by_transformers(model)
 
 
+@pytest.fixture(scope="session")
+def qwen3_next(tmp_path_factory):
+    """A random Qwen3-Next with dense layers, as the driver builds SGLang's, and its tokens."""
+    import transformers
+
+    torch.manual_seed(0)
+    layers = ["linear_attention", "linear_attention", "full_attention"]
+    heads = dict(num_attention_heads=2, num_key_value_heads=1, head_dim=32)
+    linear = dict(linear_num_key_heads=2, linear_num_value_heads=4)
+    linear |= dict(linear_key_head_dim=32, linear_value_head_dim=64)
+    sizes = dict(vocab_size=256, hidden_size=64, intermediate_size=96, max_position_embeddings=1024)
+    tokens = dict(pad_token_id=0, bos_token_id=1, eos_token_id=None, initializer_range=0.2)
+    config = transformers.Qwen3NextConfig(
+        num_hidden_layers=3, layer_types=layers, mlp_only_layers=[0, 1, 2],
+        full_attention_interval=3, **heads, **linear, **sizes, **tokens,
+    )  # fmt: skip
+    model = transformers.Qwen3NextForCausalLM(config).float().eval()
+    result = tmp_path_factory.mktemp("models") / "qwen3_next"
+    model.save_pretrained(result)
+    return result, by_transformers(model)
+
+
 class Run:
     """One engine: two rounds of the prompts, the second from the prefix cache."""
 
@@ -1165,6 +1190,10 @@ class Run:
         assert looked_for == [one["needed"] for one in records] != []
         assert all(longest in one["longest"] for one in records)
 
+    def convolved(self):
+        """The rows that our convolution read."""
+        return {x for file in self.kernels.iterdir() for x in json.loads(file.read_text())["rows"]}
+
     def cached(self, n):
         return [one["cached"] for one in self.rounds[n]]
 
@@ -1202,6 +1231,7 @@ def test_engine_with_states_kept_inside_a_prefill(qwen3_5, expected, tmp_path):
     assert run.cached(1)[2] > 256
     assert run.ran.keys() == BOTH
     run.looked_for_what_it_needs()
+    assert run.convolved() == {"split"}
     # `check --engine` asks about the same kernels.
     asked = preflight.Asked("sglang", qwen3_5, dtype=torch.float32)
     modes = preflight.plan(asked, torch.device("cpu")).modes
@@ -1292,6 +1322,15 @@ def test_engine_with_kda_layers(kda, tmp_path):
     run.looked_for_what_it_needs()
     assert run.tokens(0) == run.tokens(1) == tokens
     assert run.ran.keys() == {route.replace("GDN", "KDA") for route in BOTH}
+
+
+def test_engine_convolves_whole_rows(qwen3_next, tmp_path):
+    """Qwen3-Next's projection interleaves q, k, v and z. Windows are kept inside a prefill."""
+    model, tokens = qwen3_next
+    run = Run(model, tmp_path, OURS | dict(mamba_radix_cache_strategy="extra_buffer"))
+    assert run.tokens(0) == run.tokens(1) == tokens
+    assert run.cached(1)[1] >= 128
+    assert run.convolved() == {"whole"}
 
 
 def test_engine_that_lacks_kernels_does_not_start(qwen3_5, tmp_path):

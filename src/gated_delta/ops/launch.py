@@ -27,8 +27,8 @@ from ..problem import BUFFER, CHECK, Gate, GatedNorm, KVBuffer, Problem, Tokens,
 REDESCRIBE = object()
 """A launch returns it if it did nothing and the call must be described again."""
 
-NEVER_NESTED = ("A_log", "dt_bias", "norm_weight", *BUFFER)
-"""Tensors of a Gate, a GatedNorm or a KVBuffer, which refuse nested tensors."""
+NEVER_NESTED = ("A_log", "dt_bias", "norm_weight", "weight", "bias", *BUFFER)
+"""Tensors of a Gate, GatedNorm, ShortConv or KVBuffer, which refuse nested tensors."""
 
 KINDS = {torch.bfloat16: BF16, torch.float16: FP16, torch.float32: FP32}
 
@@ -341,7 +341,7 @@ About what the chip holds at once.
 
 TOKEN_TENSORS = ("q", "k", "v", "g", "beta", "z", "o")
 """Tensors with a row per token."""
-NUMBER_TENSORS = ("beta", "dt_bias", "norm_weight")
+NUMBER_TENSORS = ("beta", "dt_bias", "norm_weight", "bias")
 """Tensors with run-time dtypes bf16, fp16 or fp32; the other run-time dtypes are of indices."""
 
 

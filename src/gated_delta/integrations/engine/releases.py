@@ -127,7 +127,10 @@ SGLANG = Release(
     {
         "kernels/ops/attention/fla/fused_norm_gate.py": {"FusedRMSNormGated": "b29d34fc"},
         "kernels/ops/attention/fla/layernorm_gated.py": {"RMSNorm": "c7099578"},
-        "kernels/ops/mamba/causal_conv1d_triton.py": {"_causal_conv1d_update_kernel": "d7d48af4"},
+        "kernels/ops/mamba/causal_conv1d_triton.py": {
+            "_causal_conv1d_update_kernel": "d7d48af4",
+            "_causal_conv1d_fwd_kernel": "31a91862",
+        },
         "kernels/ops/mamba/kda_prefill_track.py": {"kda_track_conv_window": "26d09dba"},
         "kernels/ops/mamba/mamba_state_scatter_triton.py": {
             "scatter_mamba_states_after_mtp_verify": "20222711"
@@ -147,6 +150,7 @@ SGLANG = Release(
             "GDNAttnBackend.forward_extend": "e6b9c3df",
             "GDNAttnBackend._init_target_verify_qkv_routing": "02580e28",
             "GDNAttnBackend._prefill_gates": "f5bad4ec",
+            "GDNAttnBackend._convolve_prefill": "e64b4ffd",
         },
         "srt/layers/attention/linear/kda_backend.py": {
             "KDAKernelDispatcher": "8017019a",
@@ -206,6 +210,11 @@ SGLANG = Release(
         "srt/models/qwen3_5.py": {
             "Qwen3_5GatedDeltaNet.forward": "73c1fb8e",
             "Qwen3_5GatedDeltaNet._forward_input_proj": "4eefaad7",
+        },
+        "srt/models/qwen3_next.py": {
+            "Qwen3GatedDeltaNet.forward": "15d6862a",
+            "Qwen3GatedDeltaNet._forward_input_proj": "9008f513",
+            "Qwen3GatedDeltaNet.fix_query_key_value_ordering": "69de1746",
         },
         "srt/speculative/spec_utils.py": {"commit_mamba_states_after_verify": "73b35901"},
     },

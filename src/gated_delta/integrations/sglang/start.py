@@ -9,8 +9,8 @@ from torch import Tensor
 
 from gated_delta.integrations.checks import gate_of
 from gated_delta.integrations.engine import card_check, load
-from gated_delta.integrations.sglang import cuts, graphs, kernels, norm, process
-from gated_delta.problem import GatedNorm, KVBuffer
+from gated_delta.integrations.sglang import conv, cuts, graphs, kernels, norm, process
+from gated_delta.problem import GatedNorm, KVBuffer, ShortConv
 
 
 class Layer(NamedTuple):
@@ -42,6 +42,15 @@ class Layer(NamedTuple):
         gate = gate_of(*weights, self.lower_bound)
         g, beta = new(1, T, self.HV, *channels), new(1, T, self.HV)
         return qkv | dict(g=g, beta=beta, beta_logits=True, gate=gate)
+
+    def convolution(self, prompt: dict[str, Any]) -> dict[str, Any]:
+        """short_conv's arguments for a prompt of one sequence."""
+        names = ("q", "k", "v", "cu_seqlens", "state_indices", "null_index", "backend")
+        C = 2 * self.H * self.K + self.HV * self.V
+        weight, windows = (prompt["q"].new_zeros(x) for x in ((C, 4), (1, C, 3)))
+        return {x: prompt[x] for x in names} | dict(
+            conv=ShortConv(weight), windows=windows, has_initial_state=prompt["state_indices"] > 0
+        )
 
     def calls(
         self,
@@ -80,6 +89,8 @@ class Layer(NamedTuple):
             checkpoints = state.new_zeros(1, 1, *state.shape[1:])
             more = dict(checkpoint_lens=zero[:, None], checkpoints=checkpoints)
             calls["prefill"].append(("prefill", prompt | more))
+        if self.layers == "GDN":
+            calls["prefill"].append(("short_conv", self.convolution(prompt)))
         in_kvbuffer = isinstance(scratch, KVBuffer)
         if scratch is None or (tree and not in_kvbuffer):
             return calls
@@ -144,6 +155,7 @@ def check(_: None, backend: Any, runner: Any, *__: Any, **___: Any) -> None:
         kernels.skip_preparation(backend)
         if all(module.attn.activation == "silu" for module in modules):
             graphs.allow(backend)
+            conv.hook(backend, modules)
     elif "prefill" in served:
         graphs.limit(backend)
     if process.state.deterministic and "prefill" in served:

@@ -1,0 +1,169 @@
+"""The short convolution of SGLang's GDN layers in prefill by ours, in place of the engine's.
+
+Qwen3.5's layers pass a view of their projection. Qwen3-Next's projection interleaves q, k, v and z:
+with hooks its layers pass whole rows, no kernel splits them, and our convolution reads each part by
+its strides. Decode and drafts stay the engine's. Imports the engine inside functions only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gated_delta import api
+from gated_delta.gpus import H200, card_of
+from gated_delta.integrations.sglang import process
+from gated_delta.problem import TAPS, ShortConv, UnsupportedProblem
+
+WHOLE_ROWS = "Qwen3GatedDeltaNet"
+"""The layer whose projection is [T, H, (q | k | v | z)]."""
+
+
+def hook(backend: Any, layers: Sequence[Any]) -> None:
+    """Lets a GDN backend's prefills convolve by our kernel; the layers activate with SiLU.
+
+    Not on a card other than Hopper, where no check precedes it, or with multi-item scoring.
+    """
+    card = card_of(torch.device(backend.device))
+    if backend.enable_mis or (card is not None and card.level != H200.level):
+        return
+    convolution = Convolution(backend)
+    for layer in layers:
+        known: Any = next((x for x in type(layer).__mro__ if x.__name__ == WHOLE_ROWS), None)
+        if known is None or type(layer).forward is not known.forward:
+            continue
+        if not isinstance(layer.forward, WholeRows):
+            layer.forward = WholeRows(layer, convolution)
+
+
+class Convolution:
+    """A backend's prefill with our convolution.
+
+    parts: q, k, v of the call in progress, if it has whole rows. missing: why the engine's
+    convolution runs.
+    """
+
+    def __init__(self, backend: Any):
+        self.backend, self.missing = backend, ""
+        self.parts: Sequence[Tensor] | None = None
+        self._convolve, self._extend = backend._convolve_prefill, backend.forward_extend
+        backend._convolve_prefill, backend.forward_extend = self.convolve, self.extend
+
+    def takes_whole_rows(self, batch: Any) -> bool:
+        """Whether a layer may leave the split of this batch to us: no drafts, in no graph."""
+        from sglang.srt.model_executor.runner_utils.prefill_graph import is_in_full_prefill_graph
+
+        return (
+            not torch.compiler.is_compiling()
+            and batch.logical_forward_mode.is_extend_without_speculative()
+            and getattr(self.backend, "prefill_graph_metadata", None) is None
+            and not is_in_full_prefill_graph()
+        )
+
+    def extend(self, *, layer: Any, mixed_qkv: Tensor, **given: Any) -> Tensor:
+        """The backend's `forward_extend`; mixed_qkv: [T, q|k|v], or whole rows."""
+        C = layer.q_dim + layer.k_dim + layer.v_dim
+        if mixed_qkv.shape[1] == C:
+            return self._extend(layer=layer, mixed_qkv=mixed_qkv, **given)
+        self.parts = parts_of(layer, mixed_qkv)[:3]
+        rows, tables = mixed_qkv.new_empty(len(mixed_qkv), C), self.backend.forward_metadata
+        if tables.has_mamba_track_mask:  # the engine keeps these inputs as windows of prefixes
+            kept = tables.track_conv_indices.flatten()
+            rows[kept] = joined([x[kept] for x in self.parts])
+        try:
+            return self._extend(layer=layer, mixed_qkv=rows, **given)
+        finally:
+            self.parts = None
+
+    def convolve(
+        self, layer: Any, batch: Any, mixed_qkv: Tensor, conv_states: Tensor, slots: Tensor
+    ) -> Tensor:
+        """The backend's `_convolve_prefill`: [T, q|k|v]."""
+        bounds = self.backend.forward_metadata.query_start_loc
+        N, whole = len(bounds) - 1, self.parts is not None
+        if (weight := layer.conv_weights).shape[1] != TAPS or not weight.is_contiguous():
+            self.leave(f"{TAPS} taps, contiguous, got {list(weight.shape)}")
+        if conv_states.dtype != mixed_qkv.dtype:
+            self.leave(f"windows in {mixed_qkv.dtype}, got {conv_states.dtype}")
+        q, k, v = self.parts or (
+            x.unflatten(1, (-1, d))
+            for x, d in zip(
+                mixed_qkv.split([layer.q_dim, layer.k_dim, layer.v_dim], 1),
+                (layer.head_q_dim, layer.head_k_dim, layer.head_v_dim),
+                strict=True,
+            )
+        )
+        if not self.missing:
+            rows = mixed_qkv if whole else torch.empty_like(mixed_qkv, memory_format=CONTIGUOUS)
+            try:
+                api.short_conv(
+                    q[None],
+                    k[None],
+                    v[None],
+                    ShortConv(weight, layer.bias),
+                    windows=conv_states,
+                    state_indices=slots[:N],
+                    has_initial_state=batch.extend_prefix_lens > 0,
+                    cu_seqlens=bounds,
+                    # The engine's copies of strided slots, in order, have no padding slot.
+                    null_index=-1 if len(conv_states) == N else 0,
+                    out=rows[None],
+                    backend=process.backend_for(mixed_qkv),
+                )
+                return rows
+            except UnsupportedProblem as error:  # nothing was written
+                self.leave("; ".join(error.missing) or str(error))
+        return self._convolve(
+            layer, batch, joined([q, k, v]) if whole else mixed_qkv, conv_states, slots
+        )
+
+    def leave(self, missing: str) -> None:
+        if not self.missing:
+            process.LOG.warning(
+                f"gated_delta leaves GDN's convolution to the engine's kernel; ours needs {missing}"
+            )
+        self.missing = missing
+
+
+CONTIGUOUS = torch.contiguous_format
+
+
+def parts_of(attn: Any, rows: Tensor) -> tuple[Tensor, ...]:
+    """q, k [T, H, K] and v, z [T, H, R, V] of whole rows, as views."""
+    H, K, V = attn.num_k_heads, attn.head_k_dim, attn.head_v_dim
+    R = attn.num_v_heads // H
+    q, k, v, z = rows.view(len(rows), H, -1).split([K, K, R * V, R * V], 2)
+    return q, k, v.unflatten(2, (R, V)), z.unflatten(2, (R, V))
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """[T, q|k|v]."""
+    return torch.cat([x.flatten(1) for x in parts], 1)
+
+
+def copied(x: Tensor) -> Tensor:
+    """A contiguous copy of x, 16 bytes at a time: torch would copy such rows number by number."""
+    return x.view(torch.complex128).contiguous().view(x.dtype)
+
+
+class WholeRows:
+    """Qwen3-Next's `forward`, whose prefills leave q, k and v where the projection has them."""
+
+    def __init__(self, layer: Any, convolution: Convolution):
+        self.layer, self.convolution, self.forward = layer, convolution, layer.forward
+
+    def __call__(self, hidden_states: Tensor, forward_batch: Any) -> Tensor:
+        if not self.convolution.takes_whole_rows(forward_batch):
+            return self.forward(hidden_states, forward_batch)
+        layer, attn = self.layer, self.layer.attn
+        H, HV, V = attn.num_k_heads, attn.num_v_heads, attn.head_v_dim
+        rows, ba = layer._forward_input_proj(hidden_states)
+        z = copied(parts_of(attn, rows)[3]).view(-1, V)
+        b, a = (x.reshape(-1, HV) for x in ba.view(len(ba), H, -1).chunk(2, 2))
+        o = layer.attn(forward_batch, mixed_qkv=rows, a=a, b=b).reshape(-1, V)
+        if o.shape != z.shape:  # rows that data parallelism adds
+            o = torch.nn.functional.pad(o, (0, 0, 0, len(z) - len(o)))
+        return layer.out_proj(layer.norm(o, z).reshape(len(rows), -1))[0]
