@@ -69,6 +69,23 @@ if case["engine"].get("enable_deterministic_inference"):
     choices.add_deterministic_attention_backend_choices(["torch_native"])
     choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
 process.state.calls = Written("sglang", process.LOG.info)
+from sglang.srt.models import qwen2_moe, qwen3_next
+
+
+class Dense(qwen2_moe.Qwen2MoeMLP):
+    """In place of Qwen3-Next's experts, whose kernels no CPU has here."""
+
+    num_fused_shared_experts = 0
+
+    def __init__(self, config, quant_config=None, prefix="", **_):
+        sizes = config.hidden_size, config.intermediate_size, config.hidden_act
+        super().__init__(*sizes, quant_config, prefix=prefix)
+
+    def forward(self, x, forward_batch=None):
+        return super().forward(x)
+
+
+qwen3_next.Qwen2MoeSparseMoeBlock = Dense
 if "kernels" in case:
     record(case["kernels"])
 if "on_gpu" in case:

@@ -1117,6 +1117,28 @@ def kda(request, tmp_path_factory):
     return result, by_transformers(model)
 
 
+@pytest.fixture(scope="session")
+def qwen3_next(tmp_path_factory):
+    """A random Qwen3-Next with dense layers, as the driver builds SGLang's, and its tokens."""
+    import transformers
+
+    torch.manual_seed(0)
+    layers = ["linear_attention", "linear_attention", "full_attention"]
+    heads = dict(num_attention_heads=2, num_key_value_heads=1, head_dim=32)
+    linear = dict(linear_num_key_heads=2, linear_num_value_heads=4)
+    linear |= dict(linear_key_head_dim=32, linear_value_head_dim=64)
+    sizes = dict(vocab_size=256, hidden_size=64, intermediate_size=96, max_position_embeddings=1024)
+    tokens = dict(pad_token_id=0, bos_token_id=1, eos_token_id=None, initializer_range=0.2)
+    config = transformers.Qwen3NextConfig(
+        num_hidden_layers=3, layer_types=layers, mlp_only_layers=[0, 1, 2], full_attention_interval=3,
+        **heads, **linear, **sizes, **tokens,
+    )  # fmt: skip
+    model = transformers.Qwen3NextForCausalLM(config).float().eval()
+    result = tmp_path_factory.mktemp("models") / "qwen3_next"
+    model.save_pretrained(result)
+    return result, by_transformers(model)
+
+
 class Run:
     """One engine: two rounds of the prompts, the second from the prefix cache."""
 
@@ -1251,7 +1273,7 @@ def test_engine_with_trees_of_drafts(qwen3_5, expected, tmp_path):
     run = Run(qwen3_5, tmp_path, OURS | trees, dict(GATED_DELTA_SGLANG_KVBUFFER="1"))
     assert run.tokens(0) == run.tokens(1) == expected
     assert run.cached(1)[1] >= 128
-    verify = "GDN verify on backend reference"
+    verify = "GDN verify and norm on backend reference"
     assert run.ran.keys() == {"GDN prefill on backend reference", verify}
     assert run.ran[verify] < 2 * 3 * (NEW - 1)  # three layers, two rounds, drafts accepted
     assert "gated_delta keeps drafts in " in run.log
@@ -1292,6 +1314,26 @@ def test_engine_with_kda_layers(kda, tmp_path):
     run.looked_for_what_it_needs()
     assert run.tokens(0) == run.tokens(1) == tokens
     assert run.ran.keys() == {route.replace("GDN", "KDA") for route in BOTH}
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_engine_with_qwen3_next(drafts, qwen3_next, tmp_path):
+    """The gate of its norm lies between q, k and v. Drafts of two tokens cannot fork."""
+    model, tokens = qwen3_next
+    engine = OURS | dict(mamba_radix_cache_strategy="extra_buffer")
+    if drafts:
+        engine |= dict(
+            linear_attn_verify_backend="gated_delta",
+            speculative_algorithm="NGRAM",
+            speculative_num_draft_tokens=2,
+            speculative_ngram_max_bfs_breadth=1,
+        )
+    run = Run(model, tmp_path, engine)
+    assert run.tokens(0) == run.tokens(1) == tokens
+    assert run.cached(1)[1] >= 128
+    steps = "GDN verify and norm on backend reference"
+    assert run.ran.keys() == ({steps, "GDN prefill on backend reference"} if drafts else BOTH)
+    run.looked_for_what_it_needs(unused="decode " if drafts else ())
 
 
 def test_engine_that_lacks_kernels_does_not_start(qwen3_5, tmp_path):
