@@ -114,6 +114,16 @@ def fp16_bits(x, finite=False):
     return np.where(np.isnan(x), U4(0x7FFF), x.astype(F2).view(U2).astype(U4))
 
 
+def e4m3_bits(x):
+    """fp32 to e4m3, to the nearest even, at most 448 in size, in the low byte of 16 bits."""
+    size = np.fmin(np.abs(x), F4(448))
+    unit = np.exp2(np.fmax(np.floor(np.log2(np.fmax(size, F4(2.0**-9)))), F4(-6)) - F4(3))
+    steps = np.rint(size / unit)  # 8 to 16 of a unit; fewer below 2**-6
+    exponent = np.log2(unit) + F4(9)  # of a subnormal: 0
+    code = np.where(np.isnan(x), 0x7F, np.nan_to_num(steps + 8 * exponent)).astype(U2)
+    return code | (np.signbit(x).astype(U2) << U2(7))
+
+
 def from_bf16(bits):
     return (bits.astype(U4) << U4(16)).view(F4)
 

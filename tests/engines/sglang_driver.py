@@ -79,7 +79,7 @@ class Dense(qwen2_moe.Qwen2MoeMLP):
 
     def __init__(self, config, quant_config=None, prefix="", **_):
         sizes = config.hidden_size, config.intermediate_size, config.hidden_act
-        super().__init__(*sizes, quant_config, prefix=prefix)
+        super().__init__(*sizes, quant_config, reduce_results=False, prefix=prefix)
 
     def forward(self, x, forward_batch=None):
         return super().forward(x)

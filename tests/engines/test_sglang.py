@@ -1130,8 +1130,8 @@ def qwen3_next(tmp_path_factory):
     sizes = dict(vocab_size=256, hidden_size=64, intermediate_size=96, max_position_embeddings=1024)
     tokens = dict(pad_token_id=0, bos_token_id=1, eos_token_id=None, initializer_range=0.2)
     config = transformers.Qwen3NextConfig(
-        num_hidden_layers=3, layer_types=layers, mlp_only_layers=[0, 1, 2], full_attention_interval=3,
-        **heads, **linear, **sizes, **tokens,
+        num_hidden_layers=3, layer_types=layers, mlp_only_layers=[0, 1, 2],
+        full_attention_interval=3, **heads, **linear, **sizes, **tokens,
     )  # fmt: skip
     model = transformers.Qwen3NextForCausalLM(config).float().eval()
     result = tmp_path_factory.mktemp("models") / "qwen3_next"
@@ -1316,7 +1316,7 @@ def test_engine_with_kda_layers(kda, tmp_path):
     assert run.ran.keys() == {route.replace("GDN", "KDA") for route in BOTH}
 
 
-@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("drafts", [False, pytest.param(True, marks=needs_cxx)])
 def test_engine_with_qwen3_next(drafts, qwen3_next, tmp_path):
     """The gate of its norm lies between q, k and v. Drafts of two tokens cannot fork."""
     model, tokens = qwen3_next
@@ -1328,7 +1328,7 @@ def test_engine_with_qwen3_next(drafts, qwen3_next, tmp_path):
             speculative_num_draft_tokens=2,
             speculative_ngram_max_bfs_breadth=1,
         )
-    run = Run(model, tmp_path, engine)
+    run = Run(model, tmp_path, engine, dict(GATED_DELTA_SGLANG_KVBUFFER=str(int(drafts))))
     assert run.tokens(0) == run.tokens(1) == tokens
     assert run.cached(1)[1] >= 128
     steps = "GDN verify and norm on backend reference"

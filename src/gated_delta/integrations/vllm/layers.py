@@ -2,8 +2,9 @@
 
 A layer's core is its short convolution, which stays vLLM's kernel, and the recurrence, on vLLM's
 cache in place. decode includes the gated norm after it if the layer passes the norm's gate to its
-core (Qwen3-Next, Qwen3.5, KDA). Projections, other norms, caches and scheduling stay with vLLM, and so does an
-operation that gated_delta cannot run for a layer. Imports vLLM; `vllm.register` imports it.
+core (Qwen3-Next, Qwen3.5, KDA). Projections, other norms, caches and scheduling stay with vLLM, and
+so does an operation that gated_delta cannot run for a layer. Imports vLLM; `vllm.register` imports
+it.
 """
 
 from __future__ import annotations
@@ -389,7 +390,7 @@ class Qwen(GDN, QwenGatedDeltaNetAttention):
             self._forward_method = self.forward_cuda  # it calls the core
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """As vLLM's, but the core gets the gate of the norm, includes the norm and writes all rows."""
+        """As vLLM's, but the core gets the norm's gate, includes the norm and writes all rows."""
         if not self.fuses_norm:
             return super().forward(hidden_states)
         (H, HV, V, K), r = self.sizes, self.sizes[1] // self.sizes[0]

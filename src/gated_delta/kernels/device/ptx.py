@@ -248,6 +248,15 @@ def store_if(dtype, address, value, condition):
     )
 
 
+def store_e4m3(address, value, condition=True):
+    """Store one fp32 number as e4m3 where the condition is true; it saturates, NaN stays NaN."""
+    cute.arch.inline_ptx(
+        "{ .reg .pred p; .reg .b16 pair; setp.ne.s32 p, {$r3}, 0; "
+        "cvt.rn.satfinite.e4m3x2.f32 pair, {$r2}, {$r1}; @p st.global.b8 [{$r0}], pair; }",
+        read_only_args=[address, value, Float32(0), Int32(condition)],
+    )
+
+
 def store_async(address, barrier, cta, value, condition):
     """st.async: store one fp32 number to the shared memory of CTA `cta` of the cluster.
 
