@@ -1,4 +1,4 @@
-"""Outputs in FP8: the quantiser of the outputs without them, on the reference backend and emulated."""
+"""Outputs in FP8: the quantiser of the 16-bit outputs, on the reference backend and emulated."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-import gated_delta as gd
 from gated_delta import api
 from gated_delta.problem import FP8
 from gated_delta.testing.inputs import make
@@ -65,7 +64,7 @@ def same_states(one, two):
             assert torch.equal(*(x[name].nan_to_num(7).contiguous() for x in (one, two)))
 
 
-def check(case, size, given, run=contextlib.nullcontext(), backend="reference"):
+def check(case, size, given, run, backend):
     (bare, _), (fp8, outputs) = (call(case, size, given) for _ in range(2))
     operation = getattr(api, case.op)
     with run:
@@ -94,7 +93,7 @@ CASES = [
 @pytest.mark.parametrize(("size", "given"), [(0, None), (20, None), (-20, None), (0, 0.03)])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_fp8_is_the_quantiser_of_the_output(case, size, given):
-    check(case, size, given)
+    check(case, size, given, contextlib.nullcontext(), "reference")
 
 
 @needs_compiler

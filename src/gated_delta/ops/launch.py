@@ -214,7 +214,8 @@ def quantised(a: Any, run: Callable[..., None], **given: Any) -> None:
 
 def writes_scales(a: Any) -> bool:
     """Whether a call has an FP8 output with a scale per token and head."""
-    return isinstance(a.out_scales, Tensor) and a.out_scales.ndim > 1
+    scales = getattr(a, "out_scales", None)  # prefill has none
+    return isinstance(scales, Tensor) and scales.ndim > 1
 
 
 def single_token(problem: Problem) -> bool:
