@@ -672,7 +672,11 @@ BAD_NORMS = [  # of decode and verify
 FP8_OUT, SCALES = WRITTEN.to(torch.float8_e4m3fn), torch.zeros(N, T, HV)
 BAD_FP8 = [  # of decode and verify, with norm
     (dict(out=FP8_OUT), "out: expected dtype torch.float32, got torch.float8_e4m3fn", TypeError),
-    (dict(out_scales=SCALES), "out_scales: expected None without out, got a tensor", ValueError),
+    (
+        dict(out=None, out_scales=SCALES),
+        "out_scales: expected None without out, got a tensor",
+        ValueError,
+    ),
     (
         dict(out=WRITTEN, out_scales=SCALES),
         "out: expected dtype torch.float8_e4m3fn, got torch.float32",
