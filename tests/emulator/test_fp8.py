@@ -6,11 +6,16 @@ import contextlib
 import itertools
 import math
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 
+import gated_delta as gd
 from gated_delta import api
+from gated_delta.gpus import GPUS, H200
+from gated_delta.ops.decode import Decode
+from gated_delta.ops.launch import Schedule
 from gated_delta.problem import FP8
 from gated_delta.testing.inputs import make
 from gpu import needs_compiler
@@ -55,6 +60,7 @@ def call(case, size, given):
     if given is not None:
         scales = torch.tensor([given]) if N > 1 else torch.tensor(given)
     out = torch.full((N, T, HV, 2, case.V), math.nan).to(FP8)[..., 1, :]
+    del arguments["out"]
     return arguments, dict(out=out, out_scales=scales)
 
 
@@ -83,21 +89,56 @@ def cases(op, count, **wanted):
     return sample(op, count, norm=("silu", "sigmoid"), **wanted)
 
 
-CASES = [
-    *(case for op in ("decode", "verify") for case in cases(op, 5)),
-    *cases("decode", 2, D=(128,), axis=("head",)),
-    *cases("decode", 2, D=(128,), axis=("channel",)),
+WIDE = dict(D=(128,), axis=("head",))
+(POOL,) = cases("decode", 1, layout=("pool",), **WIDE)
+SINGLE = replace(POOL, lengths=(1, 1, 1))
+PACKED = [
+    replace(case, lengths=(0, 2, 1, 3))
+    for op in ("decode", "verify")
+    for case in cases(op, 1, layout=("packed",), **WIDE)
 ]
+CASES = [
+    SINGLE,
+    *PACKED,
+    *cases("decode", 1, layout=("buffer",), **WIDE),
+    *cases("verify", 1, D=(128,), axis=("channel",), dtype=(torch.float16,)),
+]
+SIZES = [(0, None), (20, None), (-20, None), (0, 0.03)]
+"""Of the norm's weight, as powers of two, each with the scale that is given."""
 
 
-@pytest.mark.parametrize(("size", "given"), [(0, None), (20, None), (-20, None), (0, 0.03)])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(("size", "given"), SIZES)
+@pytest.mark.parametrize("case", [*CASES, *cases("decode", 4), *cases("verify", 3)], ids=str)
 def test_fp8_is_the_quantiser_of_the_output(case, size, given):
     check(case, size, given, contextlib.nullcontext(), "reference")
 
 
 @needs_compiler
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_fp8_kernels_quantise_their_own_output(case, kernels):
-    size, given = [(0, None), (20, None), (-20, None), (0, 0.03)][case.seed % 4]
-    check(case, size, given, emulated(kernels, case.seed), "cute")
+@pytest.mark.parametrize(("case", "sizes"), [*zip(CASES, [*SIZES, SIZES[0]])], ids=str)
+def test_fp8_kernels_quantise_their_own_output(case, sizes, kernels):
+    check(case, *sizes, emulated(kernels, case.seed), "cute")
+
+
+@needs_compiler
+def test_fp8_kernels_with_a_head_in_chunks(kernels):
+    """Of one CTA. By default a head has a cluster here."""
+    with mock.patch.object(Decode, "schedules", return_value=((0, Schedule(4, 128)),)):
+        check(SINGLE, 0, None, emulated(kernels), "cute")
+
+
+@pytest.mark.parametrize("backend", ["reference", pytest.param("cute", marks=needs_compiler)])
+def test_fp8_without_sequences_is_zeros_with_scales(backend, kernels):
+    arguments, outputs = call(PACKED[0], 0, None)
+    none = arguments["state_indices"][:0]
+    arguments |= dict(cu_seqlens=torch.zeros(1, dtype=none.dtype), state_indices=none)
+    with emulated(kernels) if backend == "cute" else contextlib.nullcontext():
+        gd.decode(**arguments, **outputs, backend=backend)
+    assert (outputs["out"].float() == 0).all()
+    assert (outputs["out_scales"] == torch.tensor(1e-10) * torch.tensor(1 / MOST)).all()
+
+
+def test_fp8_needs_hopper():
+    arguments, outputs = call(SINGLE, 0, None)
+    assert "fp8=True" in str(api.explain_on(H200, "decode", **arguments, **outputs))
+    with pytest.raises(gd.UnsupportedProblem, match="a Hopper GPU or newer for an output in FP8"):
+        api.explain_on(GPUS[8, 0], "decode", **arguments, **outputs, backend="cute")
