@@ -151,7 +151,8 @@ def quantise(o: Tensor, out: Tensor, scales: Tensor) -> None:
     """Write o [..., HV, V] to out in FP8: o / scale, saturated; NaN stays NaN.
 
     scales [..., HV] are written, max |o| / 448 each, of at least 1e-10 / 448; a scale for all,
-    of one element, is read. SGLang's and vLLM's formulas, with exact divisions.
+    of one element, is read. SGLang's formulas; its division, and the kernels', rounds within 2
+    units, here to the nearest.
     """
     o = o.float()
     if scales.ndim > 1:

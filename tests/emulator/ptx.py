@@ -56,7 +56,7 @@ ARITHMETIC = {
     "mul.hi": ("multiply_high({0}, {1})", INTEGERS),
     "mad.lo": ("{0} * {1} + {2}", INTEGERS),
     "div": ("divide({0}, {1})", INTEGERS),
-    "div.rn": ("{0} / {1}", "f32"),
+    "div.approx.ftz": ("divide_approximately({0}, {1})", "f32"),
     "rcp.rn": ("F4(1) / {0}", "f32"),
     "rem": ("remainder({0}, {1})", INTEGERS),
     "and": ("{0} & {1}", f"pred {BITS}"),

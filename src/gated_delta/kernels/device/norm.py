@@ -42,9 +42,9 @@ def activated(args, z):
 
 
 def scale_of(amax):
-    """The scale of a head, and the factor of its outputs, as SGLang's quantiser has them."""
+    """The scale of a head, and the factor of its outputs, with the bits of SGLang's quantiser."""
     amax = ptx.fmax(amax, Float32(LEAST_AMAX))
-    return amax * Float32(1 / FP8_MAX), Float32(FP8_MAX) / amax
+    return amax * Float32(1 / FP8_MAX), ptx.divide(Float32(FP8_MAX), amax)
 
 
 def store_scale(args, coord, token, scale, condition):

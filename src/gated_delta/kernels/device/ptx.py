@@ -834,6 +834,15 @@ def rsqrt_or_zero(x):
     )
 
 
+def divide(x, y):
+    """x / y within 2 units, 0 for y above 2**126."""
+    return cute.arch.inline_ptx(
+        "div.approx.ftz.f32 {$w0}, {$r0}, {$r1};",
+        write_only_types=[Float32],
+        read_only_args=[x, y],
+    )
+
+
 def reciprocal(x):
     return cute.arch.inline_ptx(
         "rcp.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x]
