@@ -146,6 +146,25 @@ def test_four_ctas_of_verify_fit_on_an_sm(variant):
     assert resources.stack == 0
 
 
+FP8 = [
+    [x for x in shipped(kernel) if dict(x.facts).get("norm") and facts <= set(x.facts)][-1]
+    for kernel, facts in (
+        ("decode", {("single_token", True), ("chunks", 4)}),
+        ("decode", {("single_token", False), ("axis", "channel")}),
+        ("verify", {("token_tile", 16), ("axis", "channel"), ("K", 128)}),
+    )
+]
+
+
+@needs_compiler
+@pytest.mark.usefixtures("shared")
+@pytest.mark.parametrize("variant", FP8, ids=str)
+def test_kernels_with_fp8_outputs_have_no_local_memory(variant):
+    """They compile on their first use; no pack has them."""
+    fp8 = compile.Variant(variant.kernel, (*variant.facts, ("fp8", True)))
+    assert compile.resources(compile.build(fp8, "sm_90a")).stack == 0
+
+
 CHAINS_OF_16 = {
     tuple(dict(variant.facts)[x] for x in ("axis", "state_dtype")): variant
     for variant in sorted(shipped("verify"), key=lambda variant: dict(variant.facts)["rows"])

@@ -12,6 +12,7 @@ from gated_delta.ops import OPERATIONS
 from gated_delta.ops.launch import Schedule
 from gpu import (
     AXES,
+    GPU,
     PATHS,
     STATES,
     captured,
@@ -298,3 +299,26 @@ def test_token_slots_views_and_out_in_a_captured_graph(op):
     norm["norm"].weight.mul_(2)
     graph.replay()
     check_norm(out, bare, **norm)
+
+
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize(("N", "T"), [(1, 1), (20, 1), (300, 1), (3, 4), (60, 16)])
+@pytest.mark.parametrize("op", ["decode", "verify"])
+@pytest.mark.skipif(GPU is None or GPU.level == "sm_80", reason="needs e4m3 conversions")
+def test_fp8_is_the_quantiser_of_the_output(op, N, T, axis):
+    """Scales by their bits; values up to the division's 2 units. A tie may go either way."""
+    call = tokens(N, T, axis=axis, heads=HEADS) | normed(N, T)
+    (bare, of_bare) = run(op, call, pool(N))
+    out = torch.empty(bare.shape, dtype=torch.float8_e4m3fn, device="cuda")
+    scales = torch.full((HEADS[1], N * T), math.nan, device="cuda").T.unflatten(0, (N, T))
+    values, of_fp8 = run(op, call, pool(N), out=out, out_scales=scales)
+    want, want_scales = torch.empty_like(out), torch.empty_like(scales)
+    reference.quantise(bare, want, want_scales)
+    same(scales, want_scales)
+    product = bare.double() * 448 / bare.abs().double().amax(-1, keepdim=True)
+    unit = torch.exp2(product.abs().clamp(min=2.0**-6).log2().floor() - 3)
+    error = (values.double() - product).abs()
+    assert (error <= unit / 2 + product.abs() * 2.0**-21).all()
+    assert (values.float() != want.float()).double().mean() < 0.01
+    for x, y in zip(of_bare, of_fp8, strict=True):
+        same(x, y)

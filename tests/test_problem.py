@@ -672,6 +672,58 @@ BAD_NORMS = [  # of prefill, decode and verify
     ),
     (dict(backend="cute"), "cute.*cannot run .*-norm", gd.UnsupportedProblem),
 ]
+FP8_OUT, SCALES = WRITTEN.to(torch.float8_e4m3fn), torch.zeros(N, T, HV)
+BAD_FP8 = [  # of decode and verify, with norm
+    (dict(out=FP8_OUT), "out: expected dtype torch.float32, got torch.float8_e4m3fn", TypeError),
+    (
+        dict(out=None, out_scales=SCALES),
+        "out_scales: expected None without out, got a tensor",
+        ValueError,
+    ),
+    (
+        dict(out=WRITTEN, out_scales=SCALES),
+        "out: expected dtype torch.float8_e4m3fn, got torch.float32",
+        TypeError,
+    ),
+    (
+        dict(out=FP8_OUT, out_scales=SCALES, norm=None, z=None),
+        "out_scales: expected None without norm, got a tensor",
+        ValueError,
+    ),
+    (
+        dict(out=FP8_OUT, out_scales=0.5),
+        "out_scales: expected a torch.Tensor, got float",
+        TypeError,
+    ),
+    (
+        dict(out=FP8_OUT, out_scales=SCALES.bfloat16()),
+        "out_scales: expected dtype torch.float32, got torch.bfloat16",
+        TypeError,
+    ),
+    (
+        dict(out=FP8_OUT, out_scales=torch.ones(HV)),
+        r"out_scales: expected shape \[1\] = \[1\], got \[4\]",
+        ValueError,
+    ),
+    (
+        dict(out=FP8_OUT, out_scales=torch.zeros(N, T + 1, HV)),
+        r"out_scales: expected shape \[N, T, HV\] = \[2, 3, 4\], got \[2, 4, 4\]",
+        ValueError,
+    ),
+    (
+        dict(out=FP8_OUT, out_scales=torch.zeros(N, T, 1).expand(N, T, HV)),
+        "out_scales: expected memory of its own for every element",
+        ValueError,
+    ),
+    *(
+        (
+            dict(out=FP8_OUT, out_scales=torch.tensor(scale)),
+            f"out_scales: expected a finite number above 0, got {scale:g}",
+            ValueError,
+        )
+        for scale in (0.0, -1.0, math.inf, math.nan)
+    ),
+]
 PARTS = buffer()
 BAD_BUFFERS = [  # of decode
     (dict(buffer=[1.0]), "buffer: expected a gated_delta.KVBuffer, got list", TypeError),
@@ -769,6 +821,9 @@ REFUSED += [
         ("decode", HV // H, rf"v's shape \[{N}, {T}, {HV}, {V}\]"),
     )
 ]
+REFUSED += [
+    (op, normed() | changes, *rest) for op in ("decode", "verify") for changes, *rest in BAD_FP8
+]
 REFUSED += [("decode", buffered() | changes, *rest) for changes, *rest in BAD_BUFFERS]
 
 
@@ -793,7 +848,8 @@ def test_bad_call_is_refused_and_writes_nothing(op, changes, text, error):
         getattr(gd, op)(**arguments)
     assert type(caught.value) is error
     for name, (x, before) in watched.items():
-        assert torch.equal(x.nan_to_num(5.5), before.nan_to_num(5.5)), f"{name} was written"
+        now, then = (y.float().nan_to_num(5.5) for y in (x, before))  # not of FP8
+        assert torch.equal(now, then), f"{name} was written"
 
 
 def every_tensor(op):

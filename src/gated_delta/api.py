@@ -183,6 +183,7 @@ def decode(
     buffer_lens: Tensor | None = None,
     null_index: int = -1,
     out: Tensor | None = None,
+    out_scales: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Process the next 1..16 tokens of each sequence; updates the state pool in place.
@@ -212,6 +213,10 @@ def decode(
     sequences may name one row or slot. Not with write_indices, num_accepted, intermediate_states,
     [N, W] state_indices or update_state=False.
     norm, z as for prefill; z [N, T, HV, V].
+    out_scales: with norm and out in torch.float8_e4m3fn; the normalised o, rounded to v's dtype, is
+    quantised for a matrix product in FP8. fp32 [N, T, HV], any strides: receives the scale of each
+    token and head, max(max |o|, 1e-10) / 448. A scalar or [1]: one scale for all, above 0, read on
+    the device. out holds o / scale, saturated at +-448. Zero outputs have the least scale.
     Inactive sequences, null_index (of state_indices and write_indices), out, backend and errors as
     for prefill.
 
@@ -222,7 +227,7 @@ def decode(
     return _runner(q)(
         ops.DECODE,
         q, k, v, g, beta, state, A_log, dt_bias, cu_seqlens, state_indices, write_indices,
-        num_accepted, intermediate_states, intermediate_indices, z, weight, out,
+        num_accepted, intermediate_states, intermediate_indices, z, weight, out, out_scales,
         *(NO_BUFFER if buffer is None else _parts(buffer)), buffer_indices, buffer_lens,
         kind, bound, eps, activation, scale, qk_l2norm, beta_logits, allow_neg_eigval,
         update_state, null_index, backend,
@@ -252,6 +257,7 @@ def verify(
     parents: Tensor | None = None,
     null_index: int = -1,
     out: Tensor | None = None,
+    out_scales: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Process 1..16 draft tokens; `flush` can then accept any prefix, or path, of them.
@@ -259,7 +265,7 @@ def verify(
     Tokens as for decode. state: [P, HV, V, K], only read. buffer: a KVBuffer for at least T tokens.
     Sequence n fills the whole of row buffer_indices[n] (row n when None); entries past its last
     token are neutral. A negative index in either makes the sequence inactive; null_index applies to
-    slots, not to rows. norm and z as for decode, other arguments and errors as for prefill.
+    slots, not to rows. norm, z and out_scales as for decode; the rest, and errors, as for prefill.
 
     buffer_lens: [N] int32 or int64, only read. The state lacks the first buffer_lens[n] tokens of
     the row, as for decode with a buffer; the drafts are appended behind them, and nothing else is
@@ -279,7 +285,7 @@ def verify(
     return _runner(q)(
         ops.VERIFY,
         q, k, v, g, beta, state, A_log, dt_bias, cu_seqlens, state_indices, buffer_indices,
-        buffer_lens, parents, *_parts(buffer), z, weight, out,
+        buffer_lens, parents, *_parts(buffer), z, weight, out, out_scales,
         kind, bound, eps, activation, scale, qk_l2norm, beta_logits, allow_neg_eigval,
         null_index, backend,
     )  # fmt: skip

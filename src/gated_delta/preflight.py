@@ -486,8 +486,7 @@ class _Layer(Recurrence):
         family, _, H, HV, K, V, self.bound = model.sizes
         self.channels, self.sizes, self.num_spec = family == "KDA", (H, HV, V, K), drafts
         self.inputs, self.backend = model.dtype, "auto"
-        fits = V <= MAX_NORM and (self.channels or model.dtype == torch.bfloat16)
-        self.fuses_norm = model.served.fuses_norm and fits
+        self.fuses_norm = model.served.fuses_norm and V <= MAX_NORM
         self.allow_neg_eigval, self.aligned = model.doubles_beta, True
         self.deterministic = os.environ.get("VLLM_BATCH_INVARIANT") == "1"
         self.A_log = torch.zeros(HV)

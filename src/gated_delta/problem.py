@@ -38,6 +38,8 @@ GATE_KINDS = ("log", "softplus", "lower_bound")
 LEAST_BOUND = -1e30
 """Least bound of a log decay (natural log): products with a smaller one may overflow fp32."""
 ACTIVATIONS = ("silu", "sigmoid")
+FP8 = torch.float8_e4m3fn
+"""The dtype of a normalised output that goes to a matrix product in FP8."""
 TINY, HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 """Least and largest normal number of fp32, the kernels' type of scale and eps."""
 
@@ -392,7 +394,7 @@ class Problem:
     options: frozenset[str] = frozenset()
     """Optional parts of the call: each index tensor, with its dtype (cu_seqlens_i32,
     state_indices_i64, ...), and pool, token_slots, has_initial_state, initial_state, final_state,
-    checkpoints, intermediates, no_update, layers, norm, deterministic, allow_neg_eigval.
+    checkpoints, intermediates, no_update, layers, norm, fp8, deterministic, allow_neg_eigval.
     Also rows that 16-byte accesses cannot read: unaligned_qk, of q or k; scattered_rows, V rows of
     a state, which must be contiguous too; unaligned_buffer, of a buffer's k; unaligned_values, of v
     or out, or of KDA's g, in a prefill."""
@@ -756,11 +758,22 @@ class Checker:
         self.option("norm", True)
 
     def out(self, a: Any) -> None:
-        if a.out is not None:
-            self.like_v("out", a.out, a.v)
+        scales = getattr(a, "out_scales", None)
+        if a.out is None or scales is None:
+            absent("out_scales", scales, "without out")
+            if a.out is not None:
+                self.like_v("out", a.out, a.v)
+            return
+        if a.norm_weight is None:
+            absent("out_scales", scales, "without norm")
+        self.like_v("out", a.out, a.v, FP8)
+        lead = "N T" if a.cu_seqlens is None else "1 total"
+        dims = {0: "", 1: "1"}.get(getattr(scales, "ndim", 3), f"{lead} HV")
+        self.tensor("out_scales", scales, (torch.float32,), dims)
+        self.option("fp8", True)
 
-    def like_v(self, name: str, x: object, v: Tensor) -> None:
-        if self.tensor(name, x, (v.dtype,)).shape != v.shape:
+    def like_v(self, name: str, x: object, v: Tensor, dtype: torch.dtype | None = None) -> None:
+        if self.tensor(name, x, (dtype or v.dtype,)).shape != v.shape:
             raise ValueError(
                 f"{name}: expected v's shape {list(v.shape)}, got {list(self.tensors[name].shape)}"
             )

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from .problem import (
     CHECKPOINT_INTERVAL,
+    FP8,
     MAX_DRAFT,
     TAPS,
     Gate,
@@ -140,6 +141,35 @@ def gated_norm(o: Tensor, z: Tensor, norm: GatedNorm, dtype: torch.dtype) -> Ten
     unit = normalised(o, norm.eps, lambda squares: squares.mean(-1, keepdim=True))
     scaled = unit * norm.weight.to(dtype)
     return scaled * (silu(z) if norm.activation == "silu" else sigmoid(z))
+
+
+FP8_MAX = torch.finfo(FP8).max
+LEAST_AMAX = 1e-10
+"""Of a head, for its scale: a head of zeros has one, too."""
+LEAST_SCALE = (torch.tensor(LEAST_AMAX) * (1 / FP8_MAX)).item()
+
+
+def quantise(o: Tensor, out: Tensor, scales: Tensor) -> None:
+    """Write o [..., HV, V] to out in FP8: o / scale, saturated; NaN stays NaN.
+
+    scales [..., HV] are written, max |o| / 448 each, of at least 1e-10 / 448; a scale for all,
+    of one element, is read. SGLang's formulas; its division, and the kernels', rounds within 2
+    units, here to the nearest.
+    """
+    o = o.float()
+    if scales.ndim > 1:
+        amax = o.abs().masked_fill(o.isnan(), 0).amax(-1).clamp(min=LEAST_AMAX)
+        scales.copy_(amax * (1 / FP8_MAX))
+        factor = torch.full_like(amax, FP8_MAX).div_(amax)[..., None]
+    else:
+        factor = torch.ones_like(scales).div_(scales)
+    out.copy_((o * factor).clamp(-FP8_MAX, FP8_MAX).to(FP8))
+
+
+def check_scale(scales: Tensor | None) -> None:
+    """Raises ValueError for a given scale that is not above 0 and finite."""
+    if scales is not None and scales.ndim < 2 and not 0 < (scale := scales.item()) < math.inf:
+        raise ValueError(f"out_scales: expected a finite number above 0, got {scale:g}")
 
 
 def activate(tokens: Tokens, dtype: torch.dtype) -> Activated:

@@ -93,8 +93,14 @@ def flushed(x):
     return np.where(np.abs(x) < F4(2.0**-126), np.copysign(F4(0), x), x)
 
 
-def approximate(function, x):
-    return flushed(function(flushed(x).astype(F8)).astype(F4))
+def approximate(function, *xs):
+    return flushed(function(*(flushed(x).astype(F8) for x in xs)).astype(F4))
+
+
+def divide_approximately(a, b):
+    """div.approx.ftz multiplies by an inverse, which is 0 above 2**126."""
+    lost = (np.abs(b) > F4(2.0**126)) & np.isfinite(b)
+    return np.where(lost, flushed(a) * np.copysign(F4(0), b), approximate(np.divide, a, b))
 
 
 def saturated(x):
@@ -112,6 +118,16 @@ def bf16_bits(x):
 def fp16_bits(x, finite=False):
     x = np.clip(x, F4(-65504), F4(65504)) if finite else x
     return np.where(np.isnan(x), U4(0x7FFF), x.astype(F2).view(U2).astype(U4))
+
+
+def e4m3_bits(x):
+    """fp32 to e4m3, to the nearest even, at most 448 in size, in the low byte of 16 bits."""
+    size = np.fmin(np.abs(x), F4(448))
+    unit = np.exp2(np.fmax(np.floor(np.log2(np.fmax(size, F4(2.0**-9)))), F4(-6)) - F4(3))
+    steps = np.rint(size / unit)  # 8 to 16 of a unit; fewer below 2**-6
+    exponent = np.log2(unit) + F4(9)  # of a subnormal: 0
+    code = np.nan_to_num(steps + 8 * exponent) + 128 * np.signbit(x)
+    return np.where(np.isnan(x), 0x7F, code).astype(U2)
 
 
 def from_bf16(bits):

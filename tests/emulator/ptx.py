@@ -56,6 +56,8 @@ ARITHMETIC = {
     "mul.hi": ("multiply_high({0}, {1})", INTEGERS),
     "mad.lo": ("{0} * {1} + {2}", INTEGERS),
     "div": ("divide({0}, {1})", INTEGERS),
+    "div.approx.ftz": ("divide_approximately({0}, {1})", "f32"),
+    "rcp.rn": ("F4(1) / {0}", "f32"),
     "rem": ("remainder({0}, {1})", INTEGERS),
     "and": ("{0} & {1}", f"pred {BITS}"),
     "or": ("{0} | {1}", f"pred {BITS}"),
@@ -104,6 +106,7 @@ KINDS = {stem: kinds.split() for stem, (_, kinds) in ARITHMETIC.items()} | {
         *((f"cvt.{to}", f"s8 u8 {INTEGERS}") for to in ("s8", "u8", *INTEGERS.split())),
         *((f"cvt.rn.{to}", "f32") for to in ("f16", "bf16", *HALVES.split())),
         ("cvt.rn.satfinite.f16x2", "f32"),
+        ("cvt.rn.satfinite.e4m3x2", "f32"),
         ("cvt.sat.f32", "f32"),
         ("cvt.f32", "f16 bf16"),
         ("cvt.rn.f32", INTEGERS),
@@ -413,6 +416,9 @@ class Translator:
             )
             high, low = (f"{bits}({self.read(x, 'f32')}{finite})" for x in operands[1:])
             return self.assign(operands[0], f"{low} | {high} << U4(16)", "b32")
+        if to == "e4m3x2":
+            high, low = (f"e4m3_bits({self.read(x, 'f32')})" for x in operands[1:])
+            return self.assign(operands[0], f"{low} | {high} << U2(8)", "b16")
         value = self.read(operands[1], source)
         if to in ("f16", "bf16"):
             bits = "fp16_bits" if to == "f16" else "bf16_bits"

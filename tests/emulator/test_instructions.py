@@ -185,6 +185,21 @@ def flushing(function):
     return as_is(lambda x: flushed(function(flushed(x))))
 
 
+def quotient_of_floats(a, b):
+    a, b = flushed(a), flushed(b)
+    return a * math.copysign(0, b) if 2**126 < abs(b) < math.inf else flushed(a / b)
+
+
+def e4m3(x):
+    """The code of the nearest number of e4m3, an even one of two, by a table of all."""
+    sizes = [2.0**-9 * i for i in range(8)]  # codes 0 to 126; 127 is NaN
+    sizes += [2.0 ** (e - 7) * (1 + i / 8) for e in range(1, 16) for i in range(8)][:-1]
+    if x != x:
+        return 127
+    code = min(range(127), key=lambda i: (abs(sizes[i] - min(abs(x), 448.0)), i % 2))
+    return code | 128 * (math.copysign(1, x) < 0)
+
+
 def compared(how):
     if how == "nan":
         return lambda a, b: a != a or b != b
@@ -229,6 +244,7 @@ APPROXIMATE = {
     "rcp.approx.ftz": Row(flushing(inverse), ONE),
     "rsqrt.approx.ftz": Row(flushing(inverse_root), ONE),
     "rsqrt.approx": Row(as_is(inverse_root), ONE),
+    "div.approx.ftz": Row(as_is(quotient_of_floats)),
 }
 ROWS = APPROXIMATE | {
     "add": Row(rounded(operator.add)),
@@ -239,6 +255,7 @@ ROWS = APPROXIMATE | {
     "mul.wide": Row(lambda kind, a, b: a * b % (1 << 2 * bits_of(kind)), to="wide"),
     "mad.lo": Row(as_is(multiply_add), THREE),
     "div": Row(as_is(quotient)),
+    "rcp.rn": Row(as_is(inverse), ONE),
     "rem": Row(as_is(lambda a, b: a - quotient(a, b) * b)),
     "and": Row(as_is(operator.and_)),
     "or": Row(as_is(operator.or_)),
@@ -272,6 +289,7 @@ ROWS = APPROXIMATE | {
     "cvt.rn.f16x2": Row(pair_of("f16"), to="b32"),
     "cvt.rn.bf16x2": Row(pair_of("bf16"), to="b32"),
     "cvt.rn.satfinite.f16x2": Row(pair_of("f16", saturated), to="b32"),
+    "cvt.rn.satfinite.e4m3x2": Row(lambda _, a, b: e4m3(a) << 8 | e4m3(b), to="b16"),
 }
 for how in ("nan", *COMPARISONS, *UNORDERED):
     compare = compared(how)

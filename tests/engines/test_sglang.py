@@ -1281,7 +1281,7 @@ def test_engine_with_trees_of_drafts(qwen3_5, expected, tmp_path):
     run = Run(qwen3_5, tmp_path, OURS | trees, dict(GATED_DELTA_SGLANG_KVBUFFER="1"))
     assert run.tokens(0) == run.tokens(1) == expected
     assert run.cached(1)[1] >= 128
-    verify = "GDN verify on backend reference"
+    verify = "GDN verify and norm on backend reference"
     assert run.ran.keys() == {"GDN prefill on backend reference", verify}
     assert run.ran[verify] < 2 * 3 * (NEW - 1)  # three layers, two rounds, drafts accepted
     assert "gated_delta keeps drafts in " in run.log
@@ -1331,6 +1331,26 @@ def test_engine_convolves_whole_rows(qwen3_next, tmp_path):
     assert run.tokens(0) == run.tokens(1) == tokens
     assert run.cached(1)[1] >= 128
     assert run.convolved() == {"whole"}
+
+
+@pytest.mark.parametrize("drafts", [False, pytest.param(True, marks=needs_cxx)])
+def test_engine_with_qwen3_next(drafts, qwen3_next, tmp_path):
+    """The gate of its norm lies between q, k and v. Drafts of two tokens cannot fork."""
+    model, tokens = qwen3_next
+    engine = OURS | dict(mamba_radix_cache_strategy="extra_buffer")
+    if drafts:
+        engine |= dict(
+            linear_attn_verify_backend="gated_delta",
+            speculative_algorithm="NGRAM",
+            speculative_num_draft_tokens=2,
+            speculative_ngram_max_bfs_breadth=1,
+        )
+    run = Run(model, tmp_path, engine, dict(GATED_DELTA_SGLANG_KVBUFFER=str(int(drafts))))
+    assert run.tokens(0) == run.tokens(1) == tokens
+    assert run.cached(1)[1] >= 128
+    steps = "GDN verify and norm on backend reference"
+    assert run.ran.keys() == ({steps, "GDN prefill on backend reference"} if drafts else BOTH)
+    run.looked_for_what_it_needs(unused="decode " if drafts else ())
 
 
 def test_engine_that_lacks_kernels_does_not_start(qwen3_5, tmp_path):

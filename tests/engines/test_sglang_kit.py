@@ -25,6 +25,7 @@ elif not CUDA:
     sglang_cpu.install()
     torch.cuda.get_rng_state = torch.cuda.set_rng_state = lambda *_, **__: None
 
+from sglang.kernels.ops.attention import triton_gdn_fused_proj
 from sglang.kernels.ops.attention.fla.fused_norm_gate import FusedRMSNormGated
 from sglang.kernels.ops.attention.fla.layernorm_gated import RMSNorm as RMSNormGated
 from sglang.kernels.ops.mamba import mamba_state_scatter_triton as scatter
@@ -34,9 +35,11 @@ from sglang.srt.layers.attention.linear import gdn_backend, kda_backend
 from sglang.srt.layers.attention.linear import kda_prefill_graph as prefill_graph
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.models import qwen3_next
 from sglang.srt.models.glm5_next import Glm5NextLinearAttention
 from sglang.srt.models.kimi_linear import KimiDeltaAttention
 from sglang.srt.models.qwen3_5 import Qwen3_5GatedDeltaNet
+from sglang.srt.models.qwen3_next import Qwen3GatedDeltaNet
 from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.runtime_context import get_context
@@ -306,7 +309,7 @@ def layer_of(kind, fixture):
     options = dict(eps=1e-5, device=SIZES["device"], dtype=dtype)
     layer.num_k_heads = layer.num_v_heads = heads
     layer.head_k_dim = layer.head_v_dim = layer.head_dim = attn.head_v_dim
-    if kind is Qwen3_5GatedDeltaNet:
+    if gdn := issubclass(kind, Qwen3GatedDeltaNet | Qwen3_5GatedDeltaNet):
         layer.attn_tp_size, layer.alt_stream, layer._fused_in_proj_weight = 1, None, None
         layer._fused_input_proj_cpu_enabled = SimpleNamespace(value=False)
         layer.in_proj_ba = Projection(slice(0, 2 * heads))
@@ -319,9 +322,27 @@ def layer_of(kind, fixture):
         layer.do_fuse_qkvbfg, width = True, sum(parts)
         layer.o_norm = FusedRMSNormGated(attn.head_v_dim, activation="sigmoid", **options)
     layer.out_proj = layer.o_proj = Projection(slice(None))
-    norm = layer.norm if kind is Qwen3_5GatedDeltaNet else layer.o_norm
+    norm = layer.norm if gdn else layer.o_norm
     norm.weight.data.uniform_(0.5, 2)
     return layer, torch.randn(fixture.case.num_input_tokens, width).to(attn.A_log.device, dtype)
+
+
+class Split(Qwen3GatedDeltaNet):
+    """Qwen3-Next's layer on a GPU, whose kernel splits the projection."""
+
+
+class SplitKernel:
+    """A stand-in for that kernel on a CPU."""
+
+    def __getitem__(self, grid):
+        return self
+
+    def __call__(self, qkv, z, b, a, qkvz, ba, H, HV, K, V, **_):
+        r = HV // H
+        parts = qkvz.unflatten(1, (H, -1)).split([K, K, r * V, r * V], -1)
+        qkv[:] = torch.cat([part.flatten(1) for part in parts[:3]], 1)
+        z[:] = parts[3].reshape(z.shape)
+        b[:], a[:] = (x.reshape(b.shape) for x in ba.unflatten(1, (H, 2, r)).unbind(2))
 
 
 MODES = [ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY]
@@ -329,11 +350,16 @@ MODES = [ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY]
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name.lower())
 @pytest.mark.parametrize(
-    "kind", [Qwen3_5GatedDeltaNet, KimiDeltaAttention, Glm5NextLinearAttention]
+    "kind",
+    [Qwen3GatedDeltaNet, Split, Qwen3_5GatedDeltaNet, KimiDeltaAttention, Glm5NextLinearAttention],
 )
 def test_decode_includes_a_layers_norm(kind, mode, monkeypatch):
-    """In a decode of ours, once. Behind any other call the layer's norm runs."""
-    layers = "GDN" if kind is Qwen3_5GatedDeltaNet else "KDA"
+    """In a decode or verify of ours, once. Behind any other call the layer's norm runs."""
+    layers = "KDA" if kind in (KimiDeltaAttention, Glm5NextLinearAttention) else "GDN"
+    if kind is Split and not CUDA:
+        monkeypatch.setattr(qwen3_next, "_is_cpu", False)
+        kernel = "fused_qkvzba_split_reshape_cat_kernel"
+        monkeypatch.setattr(triton_gdn_fused_proj, kernel, SplitKernel())
     kit, (*_, case) = KITS[layers][0], KITS[layers][1]
     if mode.is_target_verify():
         case = verify_case(layers)
@@ -361,7 +387,7 @@ def test_decode_includes_a_layers_norm(kind, mode, monkeypatch):
 
     (expected, _), gate, before = run(), sglang_norm.gate_of(layer), dict(vars(layer))
     sglang_norm.hook(layer)
-    what = {"DECODE": "decode and norm", "EXTEND": "prefill"}.get(mode.name, "verify")
+    what = {"DECODE": "decode and norm", "EXTEND": "prefill"}.get(mode.name, "verify and norm")
     result, routes = run()
     assert routes == {f"{layers} {what} on backend {ROUTE}"}
     torch.testing.assert_close(result, expected, **NEAR)
@@ -378,7 +404,7 @@ def test_decode_includes_a_layers_norm(kind, mode, monkeypatch):
         assert route == f"{layers} decode on the engine's own kernel (ours needs a test)"
         torch.testing.assert_close(result, expected, **NEAR)
         process.state.refused.clear()
-    for name in gate.methods:  # as if the projection had another name
+    for name in {*gate.methods, gate.projection} - {""}:  # as if they had other names
         vars(layer).pop(name)
     vars(layer).update(before)
     result, routes = run()

@@ -35,7 +35,7 @@ TOKEN_STRIDES = dict(
     q="nth", k="nth", v="nth", g="nthc", beta="nth", o="nthc", A_log="h", dt_bias="hc"
 )
 BUFFER_STRIDES = dict(buffer_u="rth", buffer_k="rth")
-NORM_STRIDES = dict(z="nth", norm_weight="c")
+NORM_STRIDES = dict(z="nth", norm_weight="c", out_scales="nth")
 
 
 def strides_type(name: str, **dims: str) -> Any:
@@ -135,6 +135,7 @@ class DecodePointers(NamedTuple):
     z: int  # [N, T, HV, V]
     norm_weight: int  # [V]
     o: int  # [N, T, HV, V]
+    out_scales: int  # [N, T, HV], or one number
 
 
 class DecodeSizes(NamedTuple):
@@ -181,6 +182,8 @@ class DecodeSizes(NamedTuple):
     """The bits of eps in fp32."""
     norm_sigmoid: int
     """Whether the activation of z is sigmoid rather than silu."""
+    out_scales_given: int
+    """Whether out_scales is one number, read; else there is one per token and head, written."""
 
 
 # ---------------------------------------------------------------- verify and flush
@@ -208,6 +211,7 @@ class VerifyPointers(NamedTuple):
     z: int
     norm_weight: int
     o: int
+    out_scales: int
 
 
 class VerifySizes(NamedTuple):
@@ -240,6 +244,7 @@ class VerifySizes(NamedTuple):
     norm_weight_kind: int
     norm_eps: int
     norm_sigmoid: int
+    out_scales_given: int
 
 
 class FlushPointers(NamedTuple):

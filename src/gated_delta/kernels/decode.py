@@ -114,6 +114,8 @@ class Facts(NamedTuple):
     threads: int
     chunks: int
     norm: bool = False
+    fp8: bool = False
+    """Whether the norm's output is FP8, with a scale per token and head, or one scale."""
     ctas_per_sm: int = 0
     """ptxas caps registers so that this many CTAs fit on an SM."""
     prefetch_chunks: int = 0
@@ -155,7 +157,7 @@ class Decode:
         if f.norm:
             tokens = 1 if f.single_token else TOKEN_TILES[-1]
             sizes = f.threads, tokens, self.lanes_per_sum, self.record
-            self.norm = GatedNorm(f.V, self.v_tiles, self.tokens.dtype, *sizes)
+            self.norm = GatedNorm(f.V, self.v_tiles, self.tokens.dtype, *sizes, f.fp8)
         self.token_words = self.record + self.norm.token_words
         if f.history:
             offset = -(-(self.token_words + self.norm.barrier_words) // 4) * 4
@@ -243,14 +245,15 @@ class Decode:
             for t in range(length):
                 for i in cutlass.range_constexpr(self.chunks):
                     at = self.chunk_o(args, o_at, i) + offset(start + t, stride.o_t)
-                    ptx.store(self.tokens.dtype, at, Float32(0))
+                    self.norm.store_zero(args, coord, at, start + t)
         if (
             cutlass.const_expr(not self.single_token)
             and size.cu_seqlens_kind != 0
             and coord.stores_o
         ):
             for i in cutlass.range_constexpr(self.chunks):
-                self.tokens.zero_padding(args, coord, self.chunk_o(args, o_at, i))
+                o_of_chunk = self.chunk_o(args, o_at, i)
+                self.tokens.zero_padding(args, coord, o_of_chunk, self.norm.store_zero)
 
     def load(self, draft, slots):
         """Issue the loads of the first tokens, the buffer's row and the first chunk's rows."""

@@ -23,14 +23,15 @@ from .launch import (
     Table,
     TokensLaunch,
     buffer_of,
-    norm_of,
-    output_of,
+    outputs_of,
+    quantised,
     ready,
     single_token,
     state_sizes,
     state_width,
     strides_of,
     tokens_of,
+    writes_scales,
 )
 from .verify import Verify, VerifyLaunch
 
@@ -143,7 +144,8 @@ BUFFERED: Table = (
 )
 """Schedules with a buffer for one token per sequence. Measured on an H200, as above.
 
-Large launches of 16-bit states need four CTAs on an SM. With a norm, small launches use clusters.
+Large launches of 16-bit states need four CTAs on an SM; with an output in FP8 these lack registers.
+With a norm, small launches use clusters.
 """
 
 VERIFY = Verify()
@@ -173,6 +175,7 @@ class Arguments(NamedTuple):
     z: Tensor | None
     norm_weight: Tensor | None
     out: Tensor | None
+    out_scales: Tensor | None
     buffer_u: Tensor | None
     buffer_k: Tensor | None
     buffer_log_decay: Tensor | None
@@ -195,7 +198,7 @@ class Decode(StateOperation):
     name = "decode"
     arguments = Arguments
     pointers = DecodePointers
-    may_write = ("out", "intermediate_states", "state", *BUFFER)
+    may_write = ("out", "out_scales", "intermediate_states", "state", *BUFFER)
 
     def describe(self, a: Arguments) -> Problem:
         check = Checker()
@@ -258,16 +261,18 @@ class Decode(StateOperation):
         check.option("buffer", True)
 
     def written(self, a: Arguments) -> tuple[str, ...]:
-        return tuple(x for x in self.may_write if x != "state" or a.update_state)
+        read = {"state": not a.update_state, "out_scales": not writes_scales(a)}
+        return tuple(x for x in self.may_write if not read.get(x, False))
 
     def run_reference(self, a: Arguments) -> None:
         assert a.out is not None
         run = reference.decode if a.buffer_u is None else reference.decode_with_buffer
-        run(tokens_of(a), **_states(a), norm=norm_of(a), z=a.z, out=a.out)
+        quantised(a, run, **_states(a))
 
     def check_values(self, a: Arguments) -> None:
         check = reference.decode_rows if a.buffer_u is None else reference.buffered_rows
         check(tokens_of(a), **_states(a))
+        reference.check_scale(a.out_scales)
 
     def plan(self, problem: Problem, sequences: int, tokens: int, *, gpu: Gpu = H200) -> Plan:
         if _by_verify(problem):
@@ -277,7 +282,7 @@ class Decode(StateOperation):
     def strides(self, problem: Problem, a: Arguments) -> Any:
         if _by_verify(problem):
             return VERIFY.strides(problem, a)
-        return strides_of(DecodeStrides, a, o=output_of(a))
+        return strides_of(DecodeStrides, a, **outputs_of(a))
 
     def exceeded(self, problem: Problem, plan: Plan, a: Arguments) -> list[str]:
         if _by_verify(problem):
@@ -292,7 +297,7 @@ class Decode(StateOperation):
     def schedules(self, problem: Problem) -> Table:
         if "buffer" in problem.options:
             (least, large), middle, small = BUFFERED
-            if state_width(problem) == "bf16":
+            if state_width(problem) == "bf16" and "fp8" not in problem.options:
                 large = large._replace(ctas_per_sm=4)
             if "norm" in problem.options:
                 small = (0, CLUSTER_OF_4)
@@ -331,7 +336,7 @@ class Decode(StateOperation):
             threads=schedule.threads,
             chunks=self.block_chunks(problem, schedule),
         )
-        facts |= dict(norm=True) if "norm" in problem.options else {}
+        facts |= {name: True for name in ("norm", "fp8") if name in problem.options}
         facts |= dict(history=True) if "buffer" in problem.options else {}
         facts |= {name: value for name in FACTS_IF_SET if (value := getattr(schedule, name))}
         return compile.Variant("decode", tuple(facts.items()))

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple, get_type_hints
 import torch
 from torch import Tensor
 
-from .. import compile
+from .. import compile, reference
 from ..call_cache import CallCache
 from ..gpus import H200, Gpu
 from ..kernels.arguments import ABSENT as NO_KIND
@@ -206,6 +206,21 @@ def norm_of(a: Any) -> GatedNorm | None:
     return GatedNorm(a.norm_weight, a.norm_eps, a.norm_activation)
 
 
+def quantised(a: Any, run: Callable[..., None], **given: Any) -> None:
+    """Run a decode's or verify's reference function with this call's norm, output and scales."""
+    o = a.out if a.out_scales is None else a.v.new_empty(a.v.shape)
+    reference.check_scale(a.out_scales)
+    run(tokens_of(a), **given, norm=norm_of(a), z=a.z, out=o)
+    if a.out_scales is not None:
+        reference.quantise(o, a.out, a.out_scales)
+
+
+def writes_scales(a: Any) -> bool:
+    """Whether a call has an FP8 output with a scale per token and head."""
+    scales = getattr(a, "out_scales", None)  # prefill has none
+    return isinstance(scales, Tensor) and scales.ndim > 1
+
+
 def single_token(problem: Problem) -> bool:
     """Whether each sequence of a decode has one token, dense."""
     return problem.T == 1 and not any(option.startswith("cu_seqlens") for option in problem.options)
@@ -308,6 +323,7 @@ class TokensLaunch(Launch):
         self.out_at = None if a.out is None else self.given.index("out")
         """Position of out among the tensors; None: the launch allocates it."""
         self.o_at = self.fields.index("o")
+        self.scales_at = self.given.index("out_scales") if writes_scales(a) else None
         self.new_output: Any = torch.empty_like if a.v.is_contiguous() else _new_dense
 
     def pointers(self, given: Addresses) -> Any:
@@ -324,6 +340,8 @@ class TokensLaunch(Launch):
             before, after = pointers
             pointers = (*before, out.data_ptr(), *after)
         if self.empty:
+            if self.scales_at is not None:
+                tensors[self.scales_at].fill_(reference.LEAST_SCALE)
             return out.zero_()
         for function in self.functions:
             function(pointers, self.scale, self.bound, self.strides, self.sizes, stream)
@@ -339,7 +357,7 @@ PREFETCH_HEADS = 1024
 About what the chip holds at once.
 """
 
-TOKEN_TENSORS = ("q", "k", "v", "g", "beta", "z", "o")
+TOKEN_TENSORS = ("q", "k", "v", "g", "beta", "z", "o", "out_scales")
 """Tensors with a row per token."""
 NUMBER_TENSORS = ("beta", "dt_bias", "norm_weight", "bias")
 """Tensors with run-time dtypes bf16, fp16 or fp32; the other run-time dtypes are of indices."""
@@ -348,6 +366,11 @@ NUMBER_TENSORS = ("beta", "dt_bias", "norm_weight", "bias")
 def output_of(a: Any) -> Tensor:
     """out, or one like the output that the launch of a call allocates."""
     return torch.empty(a.v.shape, dtype=a.v.dtype, device="meta") if a.out is None else a.out
+
+
+def outputs_of(a: Any) -> dict[str, Tensor | None]:
+    """The outputs whose strides a decode or verify passes."""
+    return dict(o=output_of(a), out_scales=a.out_scales if writes_scales(a) else None)
 
 
 def strides_of(wanted: Any, a: Any, **others: Tensor | list[int] | None) -> Any:
@@ -401,6 +424,7 @@ def state_sizes(wanted: Any, a: Any, plan: Plan) -> dict[str, int]:
         prefetch_sequences=N if plan.schedule.prefetch and N * HV <= PREFETCH_HEADS else 0,
         keep_in_l2=int(plan.schedule.keep_in_l2),
         **norm_sizes(a),
+        out_scales_given=int(a.out_scales is not None and not writes_scales(a)),
     )
 
 
@@ -525,6 +549,11 @@ class StateOperation(Operation):
                 "unaligned_buffer" in options
             ),
         }
+
+    def exceeded(self, problem: Problem, plan: Plan, a: Any) -> list[str]:
+        old = plan.gpu.level == "sm_80" and "fp8" in problem.options
+        needs = ["a Hopper GPU or newer for an output in FP8"] if old else []
+        return super().exceeded(problem, plan, a) + needs
 
     def plan(self, problem: Problem, sequences: int, tokens: int, *, gpu: Gpu = H200) -> Plan:
         launch_bytes = sequences * state_bytes(problem)

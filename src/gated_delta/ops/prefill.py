@@ -275,6 +275,8 @@ def scanned_segments(segments: int, ctas: int, sms: int) -> int:
 def grid_slots(sequences: int, total: int, tokens: int) -> int:
     """The most that packed sequences need if `tokens` of one take a slot, and each at least one."""
     return max(-(-total // tokens), 1) if sequences == 1 else total // tokens + sequences
+
+
 def _by_group(z: Tensor | None, H: int) -> Tensor | None:
     """z as [N, T, H, HV / H, V]."""
     return z if z is None or z.ndim == 5 else z.unflatten(2, (H, -1))

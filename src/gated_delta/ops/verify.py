@@ -30,13 +30,14 @@ from .launch import (
     Table,
     TokensLaunch,
     buffer_of,
-    norm_of,
-    output_of,
+    outputs_of,
+    quantised,
     ready,
     state_sizes,
     state_width,
     strides_of,
     tokens_of,
+    writes_scales,
 )
 
 ROWS_16, ROWS_32 = Schedule(16, 128), Schedule(32, 128)
@@ -98,6 +99,7 @@ class Arguments(NamedTuple):
     z: Tensor | None
     norm_weight: Tensor | None
     out: Tensor | None
+    out_scales: Tensor | None
     gate: str
     bound: float
     norm_eps: float
@@ -114,7 +116,7 @@ class Verify(StateOperation):
     name = "verify"
     arguments = Arguments
     pointers = VerifyPointers
-    may_write = ("out", *BUFFER)
+    may_write = ("out", "out_scales", *BUFFER)
 
     def describe(self, a: Arguments) -> Problem:
         check = Checker()
@@ -140,10 +142,14 @@ class Verify(StateOperation):
 
     def run_reference(self, a: Arguments) -> None:
         assert a.out is not None
-        reference.verify(tokens_of(a), **_states(a), norm=norm_of(a), z=a.z, out=a.out)
+        quantised(a, reference.verify, **_states(a))
 
     def check_values(self, a: Arguments) -> None:
         reference.buffered_rows(tokens_of(a), **_states(a), folds=False)
+        reference.check_scale(a.out_scales)
+
+    def written(self, a: Arguments) -> tuple[str, ...]:
+        return tuple(x for x in self.may_write if x != "out_scales" or writes_scales(a))
 
     def schedules(self, problem: Problem) -> Table:
         key = problem.axis, state_width(problem), _token_tile(problem)
@@ -165,7 +171,7 @@ class Verify(StateOperation):
         return plan
 
     def strides(self, problem: Problem, a: Any) -> Any:
-        return strides_of(VerifyStrides, a, o=output_of(a))
+        return strides_of(VerifyStrides, a, **outputs_of(a))
 
     def exceeded(self, problem: Problem, plan: Plan, a: Any) -> list[str]:
         reasons = super().exceeded(problem, plan, a)
@@ -197,7 +203,7 @@ class Verify(StateOperation):
         )
         mma_pairs = problem.axis == "channel" and MMA_PAIRS[state_width(problem)]
         facts |= dict(mma_pairs=True) if mma_pairs else {}
-        facts |= dict(norm=True) if "norm" in problem.options else {}
+        facts |= {name: True for name in ("norm", "fp8") if name in problem.options}
         facts |= dict(history=True) if has_history(problem) else {}
         facts |= dict(tree=True) if _has_tree(problem) else {}
         return compile.Variant("verify", tuple(facts.items()))

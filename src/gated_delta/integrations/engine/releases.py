@@ -28,8 +28,8 @@ class Served(NamedTuple):
     """How a release serves a model.
 
     states: where their dtype is from by default, first the "config", if it names one, else that of
-    the "inputs" or "fp32". fuses_norm: decode includes the gated norm, in vLLM for GDN in bf16
-    alone. own_decode: value heads on a GPU for which the engine's decode has a kernel of its own.
+    the "inputs" or "fp32". fuses_norm: decode includes the gated norm. own_decode: value heads on a
+    GPU for which the engine's decode has a kernel of its own.
     """
 
     states: str
@@ -127,6 +127,9 @@ SGLANG = Release(
     {
         "kernels/ops/attention/fla/fused_norm_gate.py": {"FusedRMSNormGated": "b29d34fc"},
         "kernels/ops/attention/fla/layernorm_gated.py": {"RMSNorm": "c7099578"},
+        "kernels/ops/attention/triton_gdn_fused_proj.py": {
+            "fused_qkvzba_split_reshape_cat": "c9bd028c"
+        },
         "kernels/ops/mamba/causal_conv1d_triton.py": {
             "_causal_conv1d_update_kernel": "d7d48af4",
             "_causal_conv1d_fwd_kernel": "31a91862",
@@ -220,8 +223,9 @@ SGLANG = Release(
     },
     _models(
         {
-            "qwen3_next gigachat3_5": Served("config or fp32"),
-            f"{_QWEN3_5} {_INTERN}": Served("config or fp32", fuses_norm=True),
+            f"qwen3_next gigachat3_5 {_QWEN3_5} {_INTERN}": Served(
+                "config or fp32", fuses_norm=True
+            ),
             _KDA: Served("fp32", fuses_norm=True),
             "kimi_k3": Served("fp32", own_decode=(12,)),
         }
@@ -254,7 +258,8 @@ _VLLM_SHARED = {
 """Code that is the same in each of vLLM's releases below."""
 _VLLM_MODELS = _models(
     {
-        "qwen3_next olmo_hybrid": Served("inputs"),
+        "olmo_hybrid": Served("inputs"),
+        "qwen3_next": Served("inputs", fuses_norm=True),
         _QWEN3_5: Served("config or inputs", fuses_norm=True),
         _INTERN: Served("inputs", fuses_norm=True),
         f"{_KDA} kimi_k3": Served("fp32", fuses_norm=True),

@@ -113,23 +113,34 @@ class Operations:
     def _step(
         self, tokens: Tokens, given: Given, missing: str, engine: Any, ring: KVBuffer | None = None
     ) -> Tensor:
-        fused = process.state.norms.get(given["A_log"])
-        norm = fused.arguments(tokens[2][0]) if fused else {}
+        norm = self._norm(tokens, given)
 
         def ours(backend: str) -> Tensor:
             q, k, v, a, b = tokens
             rows = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), a, b
-            call = self._raw(rows, given) | _pool(given, q.shape[1]) | norm
+            call = self._raw(rows, given) | _pool(given, q.shape[1])
+            if norm:
+                call |= norm | dict(z=norm["z"].transpose(0, 1))
             if ring:  # the engine advances its lengths, once per step
                 call |= dict(buffer=ring, buffer_indices=call["state_indices"])
                 call |= dict(buffer_lens=given["replayssm_write_pos"])
             o = api.decode(**call, scale=given.get("scale"), backend=backend)
-            if norm:
-                fused.applied = True
-            return o.transpose(0, 1)
+            return self._applied(o, norm, given).transpose(0, 1)
 
         more = (" and norm" if norm else "") + (" with ReplaySSM's ring" if ring else "")
         return self._run("decode", ours, engine, missing, tokens, given, more)
+
+    def _norm(self, tokens: Tokens, given: Given) -> Given:
+        """norm and z [1, T, HV, V] of a layer whose norm our call can include; else nothing."""
+        fused = process.state.norms.get(given["A_log"])
+        norm: Given = fused.arguments(tokens[2][0]) if fused else {}
+        return norm | dict(z=norm["z"][None]) if norm else norm
+
+    def _applied(self, o: Tensor, norm: Given, given: Given) -> Tensor:
+        """o of our call; the layer's norm leaves it as it is if the call had it."""
+        if norm:
+            process.state.norms[given["A_log"]].applied = True
+        return o
 
     def extend(self, q: Tensor, k: Tensor, v: Tensor, g: Any, beta: Tensor, **given: Any) -> Any:
         """Packed prompts or parts of prompts: q, k, v [1, T, H, D], g raw, beta logits.
@@ -191,7 +202,7 @@ class Operations:
         tokens = tuple(given[name] for name in ("q", "k", "v", "a", "b"))
         scratch = given.get("intermediate_states_buffer")
         parents = given.get("retrieve_parent_token")
-        in_kvbuffer = isinstance(scratch, KVBuffer)
+        in_kvbuffer, norm = isinstance(scratch, KVBuffer), self._norm(tokens, given)
         missing = process.drafts_need(given["cache_steps"], parents is not None, in_kvbuffer)
         if scratch is None:
             missing = missing or "a buffer for drafts, not ReplaySSM's"
@@ -199,7 +210,7 @@ class Operations:
         def ours(backend: str) -> Tensor:
             bounds = given["query_start_loc"]
             N = len(bounds) - 1
-            call = self._raw(tokens, given) | _pool(given, N)
+            call = self._raw(tokens, given) | _pool(given, N) | norm
             call |= dict(cu_seqlens=bounds, backend=backend)
             rows = given["intermediate_state_indices"][:N]
             if isinstance(scratch, KVBuffer):  # kvbuffer put it in the pool
@@ -209,13 +220,13 @@ class Operations:
                     tree = torch.arange(-1, given["cache_steps"] - 1, device=bounds.device)
                     tree = tree.repeat(N, 1)
                 call |= dict(parents=tree, buffer=scratch, buffer_indices=rows)
-                return api.verify(**call)
-            return api.decode(
-                **call, update_state=False, intermediate_states=scratch, intermediate_indices=rows
-            )
+                return self._applied(api.verify(**call), norm, given)
+            steps = dict(intermediate_states=scratch, intermediate_indices=rows)
+            return self._applied(api.decode(**call, **steps, update_state=False), norm, given)
 
         engines = None if in_kvbuffer else lambda: engine.target_verify(**given)
-        return self._run("verify", ours, engines, missing, tokens, given)
+        more = " and norm" if norm else ""
+        return self._run("verify", ours, engines, missing, tokens, given, more)
 
     def _raw(self, tokens: Tokens, given: Given) -> Given:
         """Arguments for tokens with a raw gate: the layer's gate too."""

@@ -1,8 +1,8 @@
-"""The gated norm of SGLang's layers in our decode, in place of a kernel behind it.
+"""The gated norm of SGLang's layers in our decode and verify, in place of a kernel behind them.
 
-A layer projects the norm's gate before the recurrence. With hooks, decode gets the gate from the
-projection, and the norm returns what decode has normalised. After any other call it runs as before.
-Imports no engine.
+A layer projects the norm's gate before the recurrence. With hooks, our call gets the gate from the
+projection, and the norm returns what that call has normalised. After any other call it runs as
+before. Imports no engine.
 """
 
 from __future__ import annotations
@@ -19,26 +19,34 @@ from gated_delta.problem import GatedNorm
 
 
 class Gate(NamedTuple):
-    """Where a layer has its norm, and the methods whose result at `place` ends in the gate."""
+    """Where a layer has its norm, and the methods whose result at `place` ends in the gate.
+
+    projection: the method before SPLIT, a function that returns the gate as its second result.
+    """
 
     norm: str
     methods: tuple[str, ...]
     place: int
+    projection: str = ""
 
 
 GATES = {
+    "Qwen3GatedDeltaNet": Gate(
+        "norm", ("fix_query_key_value_ordering",), 3, projection="_forward_input_proj"
+    ),
     "Qwen3_5GatedDeltaNet": Gate("norm", ("_forward_input_proj",), 0),
     "KimiDeltaAttention": Gate("o_norm", ("forward_qkvbfg", "forward_qkvbfg_fused"), 3),
     "Glm5NextLinearAttention": Gate("o_norm", ("forward_qkvbfg", "forward_qkvbfg_fused"), 3),
 }
-"""By class. Qwen3-Next's gate lies between q, k and v."""
+"""By class. Qwen3-Next's gate lies between q, k and v, and a function or a method splits them."""
+SPLIT = "sglang.srt.models.qwen3_next.fused_qkvzba_split_reshape_cat"
 ACTIVATIONS = dict(silu="silu", swish="silu", sigmoid="sigmoid")
 
 
 class FusedNorm:
     """A layer's norm with hooks.
 
-    z: its gate [T, HV, V], from the projection to the norm. applied: decode has applied the norm.
+    z: its gate [T, HV, V], from the projection to the norm. applied: our call has the norm applied.
     """
 
     def __init__(self, norm: Any):
@@ -47,11 +55,11 @@ class FusedNorm:
         self.applied = False
 
     def arguments(self, v: Tensor) -> dict[str, Any]:
-        """decode's, for v [T, HV, V]; none if the layer projected no gate for these tokens."""
+        """z [T, HV, V] and norm, for v [T, HV, V]; none if no gate was projected for these rows."""
         if self.z is None or (self.z.shape, self.z.dtype) != (v.shape, v.dtype):
             return {}
         activation = ACTIVATIONS[self.norm.activation]
-        return dict(z=self.z[:, None], norm=GatedNorm(self.norm.weight, self.norm.eps, activation))
+        return dict(z=self.z, norm=GatedNorm(self.norm.weight, self.norm.eps, activation))
 
     def run(self, x: Tensor, *gate: Any, **options: Any) -> Tensor:
         """The norm's `forward`."""
@@ -60,7 +68,7 @@ class FusedNorm:
 
 
 def gate_of(layer: Any) -> Gate | None:
-    """None if decode cannot include the layer's norm."""
+    """None if our calls cannot include the layer's norm."""
     known: Any = next((x for x in type(layer).__mro__ if x.__name__ in GATES), None)
     if known is None or type(layer).forward is not known.forward:
         return None
@@ -72,7 +80,7 @@ def gate_of(layer: Any) -> Gate | None:
 
 
 def hook(layer: Any) -> None:
-    """Hooks a layer's norm and the projection of its gate, once, if decode can include the norm."""
+    """Hooks a layer's norm and the projection of its gate, once, if our calls can include it."""
     gate = gate_of(layer)
     if gate is None or layer.attn.A_log in process.state.norms:
         return
@@ -81,9 +89,24 @@ def hook(layer: Any) -> None:
 
     def projected(method: Callable[..., Any], *inputs: Any) -> Any:
         results = method(*inputs)
-        fused.z = results[gate.place][:, -HV * V :].unflatten(1, (HV, V))
+        z = results[gate.place]
+        fused.z = z if z.dim() == 3 else z[:, -HV * V :].unflatten(1, (HV, V))
         return results
+
+    def before_split(method: Callable[..., Any], *inputs: Any) -> Any:
+        process.state.splitting = fused
+        return method(*inputs)
 
     for name in gate.methods:
         setattr(layer, name, functools.partial(projected, getattr(layer, name)))
+    if gate.projection:
+        process.hook({SPLIT: _after_split}, "AFTER")
+        method = functools.partial(before_split, getattr(layer, gate.projection))
+        setattr(layer, gate.projection, method)
     norm.forward = fused.run
+
+
+def _after_split(results: Any, *_: Any, **__: Any) -> None:
+    fused, process.state.splitting = process.state.splitting, None
+    if fused is not None:
+        fused.z = results[1]

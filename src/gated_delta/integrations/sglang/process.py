@@ -41,7 +41,8 @@ class State:
     calls: Python calls per route, as in "GDN decode on backend cute".
     max_seqlen: per `query_start_loc` of a batch, by identity, its longest prompt. An entry goes
     when its tensor does. Only `sglang` writes it, once for each batch.
-    norms: per layer's A_log, by identity, the norm that decode includes.
+    norms: per layer's A_log, by identity, the norm that our calls include. splitting: the one whose
+    layer splits its projection next.
     """
 
     deterministic: bool = False
@@ -51,6 +52,7 @@ class State:
     calls: Calls = field(default_factory=lambda: Calls("sglang", LOG.info))
     max_seqlen: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
     norms: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
+    splitting: Any = None
 
     def count(self, layers: str, mode: str, route: str, missing: str = "") -> None:
         """missing: why the engine's own kernel ran; "" if ours did."""

@@ -16,7 +16,7 @@ from gated_delta.problem import GatedNorm, KVBuffer, ShortConv
 class Layer(NamedTuple):
     """A linear layer on this rank: "GDN" or "KDA", heads, head dims, the dtype of its tokens.
 
-    norm: decode includes its gated norm.
+    norm: decode and verify include its gated norm.
     """
 
     layers: str
@@ -77,10 +77,13 @@ class Layer(NamedTuple):
         )
         prompt = self.tokens(process.CHUNK, device) | pool
         prompt |= dict(cu_seqlens=bounds(process.CHUNK), deterministic=process.state.deterministic)
-        decode = self.tokens(1, device) | pool
-        if self.norm:
-            weight = torch.ones(self.V, dtype=self.dtype, device=device)
-            decode |= dict(z=decode["v"], norm=GatedNorm(weight))
+        norm = GatedNorm(torch.ones(self.V, dtype=self.dtype, device=device))
+
+        def steps(T: int) -> dict[str, Any]:
+            tokens = self.tokens(T, device) | pool
+            return tokens | (dict(z=tokens["v"], norm=norm) if self.norm else {})
+
+        decode = steps(1)
         calls = dict(decode=[("decode", decode)], prefill=[("prefill", prompt)])
         if ring and not kernels.ring_lacks(ring):
             rows = dict(buffer=ring, buffer_indices=zero, buffer_lens=zero)
@@ -94,7 +97,7 @@ class Layer(NamedTuple):
         in_kvbuffer = isinstance(scratch, KVBuffer)
         if scratch is None or (tree and not in_kvbuffer):
             return calls
-        draft = self.tokens(drafts, device) | pool | dict(cu_seqlens=bounds(drafts))
+        draft = steps(drafts) | dict(cu_seqlens=bounds(drafts))
         if in_kvbuffer:
             buffer = dict(buffer=scratch, buffer_indices=zero)
             verify, flush = draft | buffer, pool | buffer | dict(num_accepted=zero)
@@ -103,8 +106,8 @@ class Layer(NamedTuple):
                 flush |= dict(path=zero[:, None])
             calls["verify"] = [("verify", verify), ("flush", flush)]
         else:
-            steps = dict(update_state=False, intermediate_states=scratch, intermediate_indices=zero)
-            calls["verify"] = [("decode", draft | steps)]
+            states = dict(intermediate_states=scratch, intermediate_indices=zero)
+            calls["verify"] = [("decode", draft | states | dict(update_state=False))]
         return calls
 
 
@@ -160,7 +163,7 @@ def check(_: None, backend: Any, runner: Any, *__: Any, **___: Any) -> None:
         graphs.limit(backend)
     if process.state.deterministic and "prefill" in served:
         cuts.align()
-    for module in modules if "decode" in served else ():
+    for module in modules if served & {"decode", "verify"} else ():
         norm.hook(module)
     if ours:  # all modes at once, so that an error names every missing kernel
         load.load(ours, ours[0][1]["state"].device)

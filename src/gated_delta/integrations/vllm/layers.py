@@ -2,8 +2,9 @@
 
 A layer's core is its short convolution, which stays vLLM's kernel, and the recurrence, on vLLM's
 cache in place. decode includes the gated norm after it if the layer passes the norm's gate to its
-core (Qwen3.5, KDA). Projections, other norms, caches and scheduling stay with vLLM, and so does an
-operation that gated_delta cannot run for a layer. Imports vLLM; `vllm.register` imports it.
+core (Qwen3-Next, Qwen3.5, KDA). Projections, other norms, caches and scheduling stay with vLLM, and
+so does an operation that gated_delta cannot run for a layer. Imports vLLM; `vllm.register` imports
+it.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from vllm.model_executor.layers.mamba.gdn.olmo_gdn_linear_attn import (
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.model_executor.layers.mamba.ops import causal_conv1d
+from vllm.utils.torch_utils import _encode_layer_name
 from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 
 from gated_delta import __version__, api
@@ -235,8 +237,7 @@ class Core(Recurrence, abstract.MambaBase):
         """Sequences of several tokens, with a slot for the state after each token or a buffer."""
         n = m.num_spec_decodes
         slots, cu_seqlens = m.spec_state_indices_tensor[:n], m.spec_query_start_loc[: n + 1]
-        # The convolution reads from this count on, and does not clamp it.
-        accepted = m.num_accepted_tokens[:n].clamp(min=1)
+        accepted = _accepted(m, out.is_cuda)
         lengths = dict(
             num_accepted_tokens=accepted,
             query_start_loc=cu_seqlens,
@@ -349,6 +350,20 @@ class Core(Recurrence, abstract.MambaBase):
         return _unpacked(self.conv1d)
 
 
+def _accepted(m: Any, cuda: bool) -> Tensor:
+    """A step's accepted tokens of requests with drafts, at least 1: clamped once for all layers.
+
+    vLLM's convolution reads from this count on, and does not clamp it. A CUDA graph that captures
+    the layers has to capture this too, so it takes no tensor from a run before.
+    """
+    captured = cuda and torch.cuda.is_current_stream_capturing()
+    known, accepted = getattr(m, "gated_delta_accepted", (None, None))
+    if accepted is None or known != captured:
+        accepted = m.num_accepted_tokens[: m.num_spec_decodes].clamp(min=1)
+        m.gated_delta_accepted = captured, accepted
+    return accepted
+
+
 @functools.cache
 def _invariant(backend: Any) -> Any:
     """vLLM's attention backend, for layers whose bits do not depend on the batch."""
@@ -369,22 +384,36 @@ class GDN(Core):
 
 
 class Qwen(GDN, QwenGatedDeltaNetAttention):
-    def _refuse(self, reasons: dict[str, str]) -> None:
-        super()._refuse(reasons)
-        if "decode" not in self.refused:
-            # Without our norm, vLLM's kernel for drafts with a norm would bypass the core.
-            self.enable_fused_gdn_spec_decode = self.fuses_norm
+    """Qwen3-Next's layer, whose projection interleaves q, k, v and z by q/k head, and Qwen3.5's."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        if "decode" in self.refused:
+            self.fuses_norm = False
+        else:  # vLLM's kernel for drafts with a norm would bypass the core
+            self.enable_fused_gdn_spec_decode = False
         if DEVICE == "cpu" and not self.refused:
             self._forward_method = self.forward_cuda  # it calls the core
 
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """As vLLM's, but the core gets the norm's gate, includes the norm and writes all rows."""
+        if not self.fuses_norm:
+            return super().forward(hidden_states)
+        (H, HV, V, K), r = self.sizes, self.sizes[1] // self.sizes[0]
+        qkvz, ba = self.in_proj_qkvz(hidden_states)[0], self.in_proj_ba(hidden_states)[0]
+        if self.gqa_interleaved_layout:
+            parts = qkvz.unflatten(1, (H, -1)).split([K, K, r * V, r * V], -1)
+            qkvz = torch.cat([part.flatten(1) for part in parts], 1)
+            ba = ba.unflatten(1, (H, 2, r)).transpose(1, 2).flatten(1)
+        out = hidden_states.new_empty(hidden_states.shape[0], HV, V)
+        core = torch.ops.vllm.qwen_gdn_attention_core_fused_norm_packed
+        core(qkvz, ba, out, layer_name=_encode_layer_name(self.prefix))
+        return self.out_proj(out.flatten(1))[0]
+
     def _passes_gate(self) -> bool:
-        """z lies after q, k and v, and the norm is one that forward_cuda fuses."""
-        norm, weights = self.norm, (torch.bfloat16, torch.float32)
-        plain = (
-            norm.norm_before_gate and norm.group_size in (None, self.sizes[2]) and norm.bias is None
-        )
-        bf16 = self.model_config.dtype == torch.bfloat16 and norm.weight.dtype in weights
-        return plain and bf16 and not self.gqa_interleaved_layout
+        norm = self.norm
+        groups = norm.group_size in (None, self.sizes[2])
+        return bool(norm.norm_before_gate and groups and norm.bias is None)
 
     def _norm(self) -> Any:
         return self.norm
@@ -392,7 +421,7 @@ class Qwen(GDN, QwenGatedDeltaNetAttention):
     def _forward_core_fused_norm_packed(
         self, mixed_qkvz: Tensor, ba: Tensor, core_attn_out: Tensor
     ) -> None:
-        if not self.fuses_norm or "decode" in self.refused:
+        if not self.fuses_norm:  # vLLM's own forward
             super()._forward_core_fused_norm_packed(
                 mixed_qkvz=mixed_qkvz, ba=ba, core_attn_out=core_attn_out
             )

@@ -14,6 +14,11 @@ from .recurrent import nothing, shared_tensor, shared_vector
 LOG2_E = 1.4426950408889634
 NORM = ("z", "norm_")
 """How the names of a norm's arguments begin."""
+FP8 = ("out_scales",)
+"""As above, of an output in FP8."""
+FP8_MAX = 448.0
+LEAST_AMAX = 1e-10
+"""Of a head, for its scale: a head of zeros has one, too."""
 LOADS = 8  # elements of z per thread in flight
 
 
@@ -35,6 +40,38 @@ def load_weight(args, row, condition):
 def activated(args, z):
     gate = ptx.reciprocal(Float32(1) + ptx.exp2(z * Float32(-LOG2_E)))
     return ptx.select(args.size.norm_sigmoid != 0, gate, z * gate)
+
+
+def scale_of(amax):
+    """The scale of a head, and the factor of its outputs, with the bits of SGLang's quantiser."""
+    amax = ptx.fmax(amax, Float32(LEAST_AMAX))
+    return amax * Float32(1 / FP8_MAX), ptx.divide(Float32(FP8_MAX), amax)
+
+
+def store_scale(args, coord, token, scale, condition):
+    """Store a token's scale, if the call has one per token and head."""
+    at = tensor_at(args, "out_scales", n=coord.n, t=token, h=coord.hv)
+    ptx.store_if(Float32, at, scale, condition & (args.size.out_scales_given == 0))
+
+
+def given_factor(args):
+    """The factor of outputs with one given scale; of no use without one."""
+    given = args.size.out_scales_given != 0
+    scale = ptx.load(Float32, args.ptr.out_scales, given)
+    return Float32(1) / ptx.select(given, scale, Float32(1))
+
+
+def magnitude(x):
+    """The bits of |x|, ordered as |x| is; 0 for NaN."""
+    return ptx.fmax(cute.math.abs(x), Float32(0)).bitcast(Uint32)
+
+
+def store_fp8_zero(args, coord, at, token):
+    """Store the zero of a token without work, and its scale."""
+    ptx.store_e4m3(at, Float32(0))
+    first = (coord.thread == 0) & (coord.v_tile == 0)
+    scale, _ = scale_of(Float32(0))
+    store_scale(args, coord, token, scale, first)
 
 
 def before_norm(o, dtype):
@@ -100,13 +137,16 @@ def normalised_vector(args, o, z, rstd, weight_at, dtype):
 class NoNorm:
     """decode without a norm: o is stored as it comes."""
 
-    unused = NORM
+    unused = (*NORM, *FP8)
     token_words = barrier_words = 0
 
     def __init__(self, dtype):
         self.dtype = dtype
 
     prefetch = load_first = init_barrier = stage = wait_for_cluster = finish = nothing
+
+    def store_zero(self, args, coord, at, token):
+        ptx.store(self.dtype, at, Float32(0))
 
     @cute.jit
     def take(self, draft, o_at, t, o):
@@ -129,21 +169,24 @@ class GatedNorm:
     Shared memory, fp32, behind the tokens' records: the cluster's mbarrier; per token o rounded to
     its dtype [V] and weight * act(z) [cta_rows]. `coord` has n, hv, thread, lane, o_row and
     v_tile, the CTA's rank in its cluster. sum_lanes: lanes with the same o.
+
+    fp8: o is quantised by the largest number of its head, so each CTA prepares weight * act(z) of
+    all rows, and the CTAs of a cluster need no second exchange.
     """
 
-    unused = ()
-
-    def __init__(self, V, ctas, dtype, threads, tokens, sum_lanes, record):
-        self.V, self.ctas, self.dtype = V, ctas, dtype
+    def __init__(self, V, ctas, dtype, threads, tokens, sum_lanes, record, fp8=False):
+        self.V, self.ctas, self.dtype, self.fp8 = V, ctas, dtype, fp8
+        self.unused = () if fp8 else FP8
         self.sum_lanes, self.record = sum_lanes, record
         self.threads, self.warps = threads, threads // 32
         self.cta_rows = V // ctas
-        elements = tokens * self.cta_rows
+        self.factor_rows = V if fp8 else self.cta_rows
+        elements = tokens * self.factor_rows
         # Elements that a thread loads before the state arrives.
         self.first_loads = min(LOADS, -(-elements // threads))
         self.one_round = elements <= self.first_loads * threads
-        self.one_row = threads % self.cta_rows == 0  # a thread's elements all have one row
-        self.token_words = V + self.cta_rows
+        self.one_row = threads % self.factor_rows == 0  # a thread's elements all have one row
+        self.token_words = V + self.factor_rows
         self.barrier_words = 4 if ctas > 1 else 0
 
     def at(self, draft):
@@ -151,16 +194,20 @@ class GatedNorm:
 
     # ------------------------------------------------------------ weight * act(z)
 
+    def factor_row(self, coord, i):
+        """The V row of factor i."""
+        return i if self.fp8 else coord.v_tile * self.cta_rows + i
+
     def prefetch(self, args, coord):
         """Prefetch the weight and the first tokens' z into L2; z of dense tokens only."""
-        parts = self.cta_rows // 32
-        token, row = coord.thread // parts, coord.v_tile * self.cta_rows + coord.thread % parts * 32
+        parts = self.factor_rows // 32
+        token, row = coord.thread // parts, self.factor_row(coord, coord.thread % parts * 32)
         at = z_address(args, coord, self.dtype, token, row)
         ptx.prefetch_l2(at, (token < args.size.T) & (args.size.cu_seqlens_kind == 0))
         ptx.prefetch_l2(weight_address(args, row), token == 0)
 
     def elements(self, coord, first, count):
-        """The thread's next `count` elements of [tokens, cta_rows].
+        """The thread's next `count` elements of [tokens, factor_rows].
 
         The last warp has token 0, since the first warps load that token's v.
         """
@@ -171,7 +218,7 @@ class GatedNorm:
         """Load (z, weight bits) of elements; with one_row the weight is loaded once."""
         loaded = []
         for i in elements:
-            t, row = i // self.cta_rows, draft.coord.v_tile * self.cta_rows + i % self.cta_rows
+            t, row = i // self.factor_rows, self.factor_row(draft.coord, i % self.factor_rows)
             at = z_address(draft.args, draft.coord, self.dtype, draft.start + t, row)
             z = ptx.load(self.dtype, at, t < draft.length)
             if not loaded or not self.one_row:
@@ -189,14 +236,14 @@ class GatedNorm:
         self.store_factors(shared, draft, self.elements(draft.coord, 0, self.first_loads), loaded)
         if cutlass.const_expr(not self.one_round):
             first, step = self.first_loads * self.threads, LOADS * self.threads
-            for i in cutlass.range(first, draft.length * self.cta_rows, step, unroll=1):
+            for i in cutlass.range(first, draft.length * self.factor_rows, step, unroll=1):
                 elements = self.elements(draft.coord, i, LOADS)
                 self.store_factors(shared, draft, elements, self.load(draft, elements))
 
     @cute.jit
     def store_factors(self, shared, draft, elements, loaded):
         for j in cutlass.range_constexpr(len(elements)):
-            t, row = elements[j] // self.cta_rows, elements[j] % self.cta_rows
+            t, row = elements[j] // self.factor_rows, elements[j] % self.factor_rows
             if t < draft.length:
                 (z, bits), factors = loaded[j], self.factors(shared, t)
                 act = activated(draft.args, z)
@@ -211,7 +258,7 @@ class GatedNorm:
 
     def factors(self, shared, t):
         at = shared + (self.barrier_words + t * self.token_words + self.V)
-        return shared_tensor(at, self.cta_rows)
+        return shared_tensor(at, self.factor_rows)
 
     @cute.jit
     def init_barrier(self, draft):
@@ -261,6 +308,7 @@ class GatedNorm:
         else:
             cute.arch.sync_threads()
         lane = coord.thread % 32
+        given = given_factor(args) if self.fp8 else None
         for t in cutlass.range(coord.thread // 32, draft.length, self.warps, unroll=1):
             outputs, factors = self.outputs(shared, t), self.factors(shared, t)
             total = Float32(0)
@@ -270,11 +318,37 @@ class GatedNorm:
             total = arithmetic.sum_lanes(total, 32)
             rstd = rstd_of(args, total, self.V)
             at = o_at + offset(draft.start + t, args.stride.o_t)
+            if cutlass.const_expr(self.fp8):
+                factor = self.quantiser(draft, t, outputs, factors, rstd, given)
             for first in cutlass.range_constexpr(0, self.cta_rows, 32):
                 head_row = coord.v_tile * self.cta_rows + (lane + first)
                 o_of_row = at + offset(head_row, args.stride.o_c)
-                x = outputs[head_row] * rstd * factors[lane + first]
-                ptx.store(self.dtype, o_of_row, x)
+                if cutlass.const_expr(self.fp8):
+                    x = self.rounded(outputs[head_row] * rstd * factors[head_row])
+                    ptx.store_e4m3(o_of_row, x * factor)
+                else:
+                    x = outputs[head_row] * rstd * factors[lane + first]
+                    ptx.store(self.dtype, o_of_row, x)
+
+    def rounded(self, x):
+        return x.to(self.dtype).to(Float32)
+
+    def quantiser(self, draft, t, outputs, factors, rstd, given):
+        """The factor of a token's outputs. Stores the scale, if each head has its own."""
+        args, coord, bits = draft.args, draft.coord, Uint32(0)
+        lane = coord.thread % 32
+        for first in range(0, self.V, 32):
+            x = self.rounded(outputs[lane + first] * rstd * factors[lane + first])
+            bits = cutlass.max(bits, magnitude(x))
+        scale, factor = scale_of(ptx.warp_max(bits).bitcast(Float32))
+        store_scale(args, coord, draft.start + t, scale, (lane == 0) & (coord.v_tile == 0))
+        return ptx.select(args.size.out_scales_given != 0, given, factor)
+
+    def store_zero(self, args, coord, at, token):
+        if self.fp8:
+            store_fp8_zero(args, coord, at, token)
+        else:
+            ptx.store(self.dtype, at, Float32(0))
 
 
 # ------------------------------------------------------------ verify
@@ -283,12 +357,15 @@ class GatedNorm:
 class NoRowNorm:
     """verify without a norm: o is stored as it comes."""
 
-    unused = NORM
+    unused = (*NORM, *FP8)
 
     def __init__(self, dtype):
         self.dtype = dtype
 
     prefetch = load = finish = nothing
+
+    def store_zero(self, args, coord, at, token):
+        ptx.store(self.dtype, at, Float32(0))
 
     def take(self, draft, o_at, t, o):
         store_o(self.dtype, draft, o_at, t, o)
@@ -300,12 +377,12 @@ class RowNorm:
     Lanes sum the squares of `group` neighbouring rows, all tokens at once. After a barrier each
     warp adds these sums, one token per lane, and each lane normalises its row. So bits do not
     depend on the rows per warp, 16 or 32. offset: of the sums, [tokens, token_words].
+    fp8: how rows are quantised, or None.
     """
 
-    unused = ()
-
-    def __init__(self, V, dtype, tokens, offset, group, token_words):
-        self.V, self.dtype, self.tokens = V, dtype, tokens
+    def __init__(self, V, dtype, tokens, offset, group, token_words, fp8=None):
+        self.V, self.dtype, self.tokens, self.fp8 = V, dtype, tokens, fp8
+        self.unused = () if fp8 else FP8
         self.offset, self.group, self.token_words = offset, group, token_words
 
     def prefetch(self, draft, condition):
@@ -339,8 +416,17 @@ class RowNorm:
         for t in range(self.tokens):
             act = activated(args, z[t])
             normalised.append(o[t] * shuffle_sync(rstd, offset=t) * (act * weight))
+        if self.fp8 is not None:
+            self.fp8.store(draft, o_at, [x.to(self.dtype).to(Float32) for x in normalised])
+            return
         for t, x in enumerate(normalised):
             store_o(self.dtype, draft, o_at, t, x)
+
+    def store_zero(self, args, coord, at, token):
+        if self.fp8 is not None:
+            store_fp8_zero(args, coord, at, token)
+        else:
+            ptx.store(self.dtype, at, Float32(0))
 
     @cute.jit
     def store_squares(self, draft, square_sum):
@@ -361,3 +447,39 @@ class RowNorm:
             for i in range(min(4, groups - first)):
                 total = four[i] if total is None else total + four[i]
         return rstd_of(draft.args, total, self.V)
+
+
+class Fp8Rows:
+    """RowNorm's output in FP8: every warp's largest number of a token, then the CTA's.
+
+    offset: of the maxima, [tokens, token_words], one per warp.
+    """
+
+    def __init__(self, offset, warps, token_words):
+        self.offset, self.warps, self.token_words = offset, warps, token_words
+
+    def store(self, draft, o_at, outputs):
+        """Quantise and store the lane's row of every token, rounded to v's dtype."""
+        args, coord, tokens = draft.args, draft.coord, len(outputs)
+        lane = coord.thread % 32
+        maxima = shared_tensor(draft.shared + self.offset, tokens * self.token_words)
+        self.store_maxima(maxima, coord, [ptx.warp_max(magnitude(x)) for x in outputs])
+        cute.arch.sync_threads()
+        t, amax = lane % tokens, Float32(0)
+        for warp in range(self.warps):
+            amax = ptx.fmax(amax, maxima[t * self.token_words + warp])
+        scale, factor = scale_of(amax)
+        stores = (coord.thread < tokens) & (coord.thread < draft.length)
+        store_scale(args, coord, draft.start + t, scale, stores)
+        factor = ptx.select(args.size.out_scales_given != 0, given_factor(args), factor)
+        for t, x in enumerate(outputs):
+            inside = coord.stores_o & (t < draft.length)
+            at = o_at + offset(t, args.stride.o_t)
+            ptx.store_e4m3(at, x * shuffle_sync(factor, offset=t), inside)
+
+    @cute.jit
+    def store_maxima(self, maxima, coord, largest):
+        """Write the warp's largest number of every token."""
+        if coord.thread % 32 == 0:
+            for t in cutlass.range_constexpr(len(largest)):
+                maxima[t * self.token_words + coord.thread // 32] = largest[t].bitcast(Float32)

@@ -256,6 +256,15 @@ def store_half(address, half, condition):
     )
 
 
+def store_e4m3(address, value, condition=True):
+    """Store one fp32 number as e4m3 where the condition is true; it saturates, NaN stays NaN."""
+    cute.arch.inline_ptx(
+        "{ .reg .pred p; .reg .b16 pair; setp.ne.s32 p, {$r3}, 0; "
+        "cvt.rn.satfinite.e4m3x2.f32 pair, {$r2}, {$r1}; @p st.global.b8 [{$r0}], pair; }",
+        read_only_args=[address, value, Float32(0), Int32(condition)],
+    )
+
+
 def store_async(address, barrier, cta, value, condition):
     """st.async: store one fp32 number to the shared memory of CTA `cta` of the cluster.
 
@@ -830,6 +839,15 @@ def rsqrt_or_zero(x):
         "@p rsqrt.approx.ftz.f32 {$w0}, {$r0}; }",
         write_only_types=[Float32],
         read_only_args=[x],
+    )
+
+
+def divide(x, y):
+    """x / y within 2 units, 0 for y above 2**126."""
+    return cute.arch.inline_ptx(
+        "div.approx.ftz.f32 {$w0}, {$r0}, {$r1};",
+        write_only_types=[Float32],
+        read_only_args=[x, y],
     )
 
 

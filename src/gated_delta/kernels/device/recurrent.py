@@ -372,9 +372,9 @@ class Tokens:
         return tensor_at(args, "o", n=coord.n, h=coord.hv)
 
     @cute.jit
-    def zero_padding(self, args, coord, o_at):
+    def zero_padding(self, args, coord, o_at, store_zero):
         """Zero o's packed rows past cu_seqlens[-1]; sequence n zeroes every N-th row."""
         size = args.size
         last = load_index(args, "cu_seqlens", Int32(0), n=size.N)
         for row in range(last + coord.n, size.total, size.N):
-            ptx.store(self.dtype, o_at + offset(row, args.stride.o_t), Float32(0))
+            store_zero(args, coord, o_at + offset(row, args.stride.o_t), row)

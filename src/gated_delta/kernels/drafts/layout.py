@@ -33,6 +33,7 @@ class Facts(NamedTuple):
     mma_pairs: bool = False
     """Whether KDA's Akk and Aqk are tensor-core products."""
     norm: bool = False
+    fp8: bool = False
     history: bool = False
     tree: bool = False
 
@@ -70,6 +71,8 @@ REGIONS = (
     Region("scalars", lambda x: 2 * x.tokens, "decays", "substitute"),
     # Sums of squares of o over ROW_GROUP rows [token, square_words].
     Region("squares", lambda x: x.facts.norm * x.tokens * x.square_words, "norm", "norm"),
+    # Each warp's largest normalised output [token, square_words].
+    Region("maxima", lambda x: x.facts.fp8 * x.tokens * x.square_words, "norm", "norm"),
 )
 """Regions in their order; those of a buffer's row (HistoryLayout) lie behind them."""
 

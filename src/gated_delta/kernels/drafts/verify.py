@@ -39,7 +39,7 @@ from ..arguments import VerifyPointers, VerifySizes, VerifyStrides
 from ..device import levels, ptx
 from ..device.args import Args, offset, typed
 from ..device.history import History, buffer_address, buffer_k_address, store_buffer_k
-from ..device.norm import NoRowNorm, RowNorm
+from ..device.norm import Fp8Rows, NoRowNorm, RowNorm
 from ..device.recurrent import (
     Draft,
     Loaded,
@@ -102,7 +102,8 @@ class Verify:
         self.norm = NoRowNorm(self.tokens.dtype)
         if f.norm:
             sums = layout.at.squares, ROW_GROUP, layout.square_words
-            self.norm = RowNorm(f.V, self.tokens.dtype, f.token_tile, *sums)
+            fp8 = Fp8Rows(layout.at.maxima, layout.warps, layout.square_words) if f.fp8 else None
+            self.norm = RowNorm(f.V, self.tokens.dtype, f.token_tile, *sums, fp8)
         # With a norm registers are few.
         self.tree = Chain(self.state, f.token_tile, 4 if f.norm else f.token_tile)
         if f.tree:
@@ -208,9 +209,11 @@ class Verify:
         elif coord.stores_o:
             at = o_at + offset(coord.o_row, stride.o_c)
             for t in range(length):
-                ptx.store(self.tokens.dtype, at + offset(start + t, stride.o_t), Float32(0))
+                o_of_t = at + offset(start + t, stride.o_t)
+                self.norm.store_zero(args, coord, o_of_t, start + t)
         if size.cu_seqlens_kind != 0 and coord.stores_o:
-            self.tokens.zero_padding(args, coord, o_at + offset(coord.o_row, stride.o_c))
+            o_of_row = o_at + offset(coord.o_row, stride.o_c)
+            self.tokens.zero_padding(args, coord, o_of_row, self.norm.store_zero)
 
     def load(self, draft, slot, active):
         """Issue all loads; returns them, and whether the sequence has work."""
