@@ -999,11 +999,11 @@ def qwen3_5():
     return Path(gated_delta.__file__).parent / "demo/tiny_qwen3_5"
 
 
-def by_transformers(model):
+def by_transformers(model, new_tokens=NEW):
     """Its tokens, in fp32."""
     with torch.inference_mode():
         result = [
-            model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)[0]
+            model.generate(torch.tensor([prompt]), max_new_tokens=new_tokens, do_sample=False)[0]
             for prompt in PROMPTS
         ]
     return [tokens[len(prompt) :].tolist() for tokens, prompt in zip(result, PROMPTS)]
@@ -1125,9 +1125,8 @@ class Run:
         reports.mkdir()
         self.kernels = tmp_path / "kernels"
         self.kernels.mkdir()
-        case |= dict(
-            model=str(model), engine=engine, prompts=PROMPTS, new_tokens=NEW, reports=str(reports)
-        )
+        case = dict(prompts=PROMPTS, new_tokens=NEW) | case
+        case |= dict(model=str(model), engine=engine, reports=str(reports))
         case |= dict(kernels=str(self.kernels)) if starts else {}
         environment = os.environ | dict(
             SGLANG_CASE=json.dumps(case), SGLANG_MAMBA_CONV_DTYPE="float32", OMP_NUM_THREADS="1"
@@ -1327,3 +1326,13 @@ def test_engine_runs_its_own_kernels_where_ours_cannot(qwen3_5, expected, tmp_pa
     )
     assert run.ran.keys() == {f"GDN {mode} on {reasons}" for mode in ("decode", "prefill")}
     assert f"gated_delta runs GDN prefill on {reasons}" in run.log
+
+
+def test_engine_in_a_ring(qwen3_5, expected, tmp_path):
+    engine = OURS | dict(mamba_radix_cache_strategy="extra_buffer", mamba_track_interval=64)
+    run = Run(qwen3_5, tmp_path, engine, dict(GATED_DELTA_SGLANG_RING="1"))
+    print(run.log[-3000:], run.ran)
+    assert run.tokens(0) == run.tokens(1) == expected
+    print(run.cached(1))
+    run.looked_for_what_it_needs()
+    assert 0

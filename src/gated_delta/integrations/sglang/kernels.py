@@ -113,7 +113,7 @@ class Operations:
     def _step(
         self, tokens: Tokens, given: Given, missing: str, engine: Any, ring: KVBuffer | None = None
     ) -> Tensor:
-        fused = process.state.norms.get(given["A_log"])
+        fused, own_ring = process.state.norms.get(given["A_log"]), process.state.ring
         norm = fused.arguments(tokens[2][0]) if fused else {}
 
         def ours(backend: str) -> Tensor:
@@ -123,12 +123,16 @@ class Operations:
             if ring:  # the engine advances its lengths, once per step
                 call |= dict(buffer=ring, buffer_indices=call["state_indices"])
                 call |= dict(buffer_lens=given["replayssm_write_pos"])
+            elif own_ring:
+                call |= own_ring.arguments(given["ssm_states"], q.shape[1])
             o = api.decode(**call, scale=given.get("scale"), backend=backend)
             if norm:
                 fused.applied = True
             return o.transpose(0, 1)
 
-        more = (" and norm" if norm else "") + (" with ReplaySSM's ring" if ring else "")
+        where = " with ReplaySSM's ring" if ring else " in a ring" if own_ring else ""
+        more = (" and norm" if norm else "") + where
+        engine = None if own_ring else engine  # which would not read the ring
         return self._run("decode", ours, engine, missing, tokens, given, more)
 
     def extend(self, q: Tensor, k: Tensor, v: Tensor, g: Any, beta: Tensor, **given: Any) -> Any:
@@ -256,9 +260,10 @@ class Operations:
             except UnsupportedProblem as error:  # nothing was written
                 missing = state.refused[problem] = "; ".join(error.missing) or str(error)
         if missing and engine is None:
+            what = dict(verify="verifies drafts in a KVBuffer", decode="decodes in a ring")[mode]
+            variable = dict(verify="KVBUFFER", decode="RING")[mode]
             raise UnsupportedProblem(
-                "only gated_delta verifies drafts in a KVBuffer "
-                "(GATED_DELTA_SGLANG_KVBUFFER=0 turns it off); it needs",
+                f"only gated_delta {what} (GATED_DELTA_SGLANG_{variable}=0 turns it off); it needs",
                 (missing,),
             )
         if not missing:

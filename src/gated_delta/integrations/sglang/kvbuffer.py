@@ -21,7 +21,9 @@ from gated_delta.integrations.sglang.start import Layer
 from gated_delta.problem import KVBuffer
 from gated_delta.replaced import replaced
 
-_POOLS = "sglang.srt.mem_cache.kv_cache_configurator"
+CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
+BUILDERS = ("_build_hybrid_req_pool", "_build_hybrid_mamba_decode_req_pool")
+"""Its methods that build the pool of states; the second is a decode server's."""
 _COMMIT = (
     "sglang.kernels.ops.mamba.mamba_state_scatter_triton.scatter_mamba_states_after_mtp_verify"
 )
@@ -47,9 +49,9 @@ def register() -> None:
     """Hooks into the engine where it sizes and builds its pools and commits accepted drafts."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    configurator = f"{_POOLS}.KVCacheConfigurator"
-    HookRegistry.register(f"{configurator}._handle_max_mamba_cache", _budget, HookType.AROUND)
-    HookRegistry.register(f"{configurator}._build_hybrid_req_pool", _replace, HookType.AFTER)
+    HookRegistry.register(f"{CONFIGURATOR}._handle_max_mamba_cache", _budget, HookType.AROUND)
+    for build in BUILDERS:
+        HookRegistry.register(f"{CONFIGURATOR}.{build}", _replace, HookType.AFTER)
     HookRegistry.register(_ACCEPTED, keep_path, HookType.BEFORE)
     HookRegistry.register(_COMMIT, commit, HookType.AROUND)
 
@@ -64,27 +66,21 @@ def sizes(configurator: Any) -> dict[str, Any] | None:
     drafts, tree = max_speculative_num_draft_tokens(), process.trees()
     if drafts is None or "verify" not in process.chosen() or not process.supported():
         return None
-    params = (
-        configurator.hybrid_gdn_config or configurator.hybrid_kda_config
-    ) and configurator.mambaish_config.mamba2_cache_params
-    missing = "" if params else "GDN or KDA layers"
+    layer, missing = layer_of(configurator), ""
+    if layer is None:
+        missing = "GDN or KDA layers"
     if unfit := process.drafts_need(drafts, tree, in_kvbuffer=True):
         missing = unfit
     elif get_memory().enable_unified_memory or get_exec().mamba.enable_linear_replayssm_spec:
         missing = "the engine's plain pool, neither unified memory nor ReplaySSM"
-    if not missing:
-        HV, V, K = params.shape.temporal
-        kind = "KDA" if configurator.hybrid_kda_config else "GDN"
-        layer = Layer(
-            kind, params.shape.num_k_heads_per_tp, HV, K, V, configurator.model_config.dtype
+    if layer is not None and not missing:
+        arguments = rows_of(configurator, layer, drafts)
+        calls = layer.calls(
+            state_of(configurator, layer),
+            scratch=KVBuffer.empty(1, **arguments),
+            drafts=drafts,
+            tree=tree,
         )
-        axis = "channel" if kind == "KDA" else "head"
-        arguments = dict(
-            T=drafts, H=layer.H, HV=HV, K=K, V=V, gate=axis, device=configurator.device
-        )
-        state = torch.zeros(1, HV, V, K, dtype=params.dtype.temporal, device=configurator.device)
-        scratch = KVBuffer.empty(1, **arguments)
-        calls = layer.calls(state, scratch=scratch, drafts=drafts, tree=tree)
         refused = load.refused(calls["verify"]) or card_check.failing(calls["verify"], process.LOG)
         missing = "; ".join(refused.values())
         if not missing:
@@ -96,15 +92,53 @@ def sizes(configurator: Any) -> dict[str, Any] | None:
     return None
 
 
+def layer_of(configurator: Any) -> Layer | None:
+    """The linear layers of this pool configurator's engine; None if they are others than ours."""
+    if not (configurator.hybrid_gdn_config or configurator.hybrid_kda_config):
+        return None
+    shape = configurator.mambaish_config.mamba2_cache_params.shape
+    kind = "KDA" if configurator.hybrid_kda_config else "GDN"
+    HV, V, K = shape.temporal
+    return Layer(kind, shape.num_k_heads_per_tp, HV, K, V, configurator.model_config.dtype)
+
+
+def rows_of(configurator: Any, layer: Layer, tokens: int) -> dict[str, Any]:
+    """Arguments of KVBuffer.empty except its rows and layers."""
+    axis = "channel" if layer.layers == "KDA" else "head"
+    sizes = dict(H=layer.H, HV=layer.HV, K=layer.K, V=layer.V)
+    return dict(T=tokens, gate=axis, device=configurator.device, **sizes)
+
+
+def state_of(configurator: Any, layer: Layer) -> Tensor:
+    """A pool of one slot."""
+    dtype = configurator.mambaish_config.mamba2_cache_params.dtype.temporal
+    size = 1, layer.HV, layer.V, layer.K
+    return torch.zeros(size, dtype=dtype, device=configurator.device)
+
+
+def requests_of(configurator: Any) -> int | None:
+    """The most requests that the pool has rows for, besides row 0; None if memory decides.
+
+    A decode server has more of them, for requests whose prefill's states are on their way.
+    """
+    from sglang.srt.runtime_context import get_disagg, get_schedule
+
+    running, disagg = get_schedule().max_running_requests, get_disagg()
+    if running is None:
+        return None
+    decodes = disagg.disaggregation_mode == "decode" or disagg.enable_pd_role_switch
+    early = disagg.disaggregation_decode_extra_slots if decodes else 0
+    return max(1, running // configurator.attn_dp_size) + (early or 0)
+
+
 def _budget(original: Any, configurator: Any, rest: float) -> float:
     """Reserves a KVBuffer's memory for drafts, in GiB, when the engine divides what is left."""
     import sglang.srt.mem_cache.kv_cache_configurator as module
-    from sglang.srt.runtime_context import get_schedule
 
     arguments = sizes(configurator)
-    if arguments is None:
+    if arguments is None or module._pd_prefill_skips_mamba_spec_state():  # it verifies nothing
         return original(configurator, rest)
-    rows = max(1, get_schedule().max_running_requests // configurator.attn_dp_size) + 1
+    rows = (requests_of(configurator) or 0) + 1  # the engine requires a number beside drafts
     reserved = KVBuffer.empty(rows, **arguments | dict(device="meta")).nbytes / 2**30
     # As in the engine's prefill-only processes, it reserves no memory for states of drafts.
     with replaced(module, "_pd_prefill_skips_mamba_spec_state", lambda: True):
