@@ -10,13 +10,14 @@ before `register` is called.
 
 from __future__ import annotations
 
+import importlib.metadata
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gated_delta import api
-from gated_delta.integrations.engine import card_check, load
+from gated_delta.integrations.engine import card_check, load, releases
 from gated_delta.integrations.sglang import process
 from gated_delta.integrations.sglang.kvbuffer import (
     BUILDERS,
@@ -112,6 +113,7 @@ def needs(configurator: Any) -> str:
 
     mamba, memory, disagg = engine.get_exec().mamba, engine.get_memory(), engine.get_disagg()
     cached, tokens = not memory.disable_radix_cache, mamba.linear_replayssm_cache_len
+    other = releases.SGLANG_RING.refusal(importlib.metadata.version("sglang"))
     rules = {
         "--linear-attn-decode-backend gated_delta": "decode" in process.chosen(),
         "GDN or KDA layers": layer_of(configurator) is not None,
@@ -132,6 +134,7 @@ def needs(configurator: Any) -> str:
             configurator.device == "cpu" and engine.get_flags().capture.enable_torch_compile
         ),
     }
+    rules[f"SGLang {releases.SGLANG_RING.version}, not {other}"] = other is None
     return next((rule for rule, kept in rules.items() if not kept), "")
 
 
