@@ -1555,7 +1555,7 @@ def test_engine_in_a_ring(qwen3_5, expected_long, tmp_path):
     assert run.ran.keys() == {in_ring, "GDN prefill on backend reference"}
     assert run.ran[in_ring] > run.ran["GDN prefill on backend reference"]
     assert min(run.cached(2)) >= 64  # a state that decode kept
-    assert "15 tokens of each of 4 requests, 36 % of a state each" in run.log
+    assert "15 tokens of 4 requests, 36 % of a state each" in run.log
     run.looked_for_what_it_needs()
 
 

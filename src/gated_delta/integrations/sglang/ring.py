@@ -189,8 +189,7 @@ def _add(requests: Any, configurator: Any, **_: Any) -> None:
     taken = KVBuffer.empty(rows, **arguments | dict(device="meta")).nbytes
     state = states[:, 0].nbytes
     process.LOG.info(
-        "gated_delta's ring takes %.3f GiB: %d tokens of each of %d requests, %.0f %% of a state "
-        "each; --max-running-requests bounds it",
+        "gated_delta's ring takes %.3f GiB: %d tokens of %d requests, %.0f %% of a state each",
         *(taken / 2**30, arguments["T"], rows - 1, 100 * taken / rows / state),
     )
     ring = process.state.ring = Ring(states, KVBuffer.empty(rows, **arguments))
