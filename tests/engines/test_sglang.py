@@ -37,6 +37,7 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 from sglang.srt.mem_cache.memory_pool import MambaPool
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.runtime_context import get_context
@@ -50,9 +51,9 @@ from gated_delta.gpus import H200
 from gated_delta.integrations import sglang as plugin
 from gated_delta.integrations.engine import load, releases
 from gated_delta.integrations.sglang import cuts as sglang_cuts
+from gated_delta.integrations.sglang import decode_ring, process
 from gated_delta.integrations.sglang import kernels as sglang_kernels
 from gated_delta.integrations.sglang import kvbuffer as kvbuffer
-from gated_delta.integrations.sglang import process
 from gated_delta.integrations.sglang import ring as rings
 from gated_delta.integrations.sglang import start as sglang_start
 from gated_delta.problem import KVBuffer, UnsupportedProblem
@@ -492,6 +493,73 @@ def test_drafts_in_a_kvbuffer_are_committed(layers, bound, tracked, request_rows
     ran(f"{layers} verify on backend reference")
 
 
+@LAYERS
+def test_accepted_drafts_stay_in_their_rows(layers, bound, monkeypatch):
+    """For as long as another verify has room. Trees and a decode server's do not stay."""
+    configurator, requests = (
+        Configurator(layers),
+        SimpleNamespace(alloc_rows=lambda n: [4, 2, 1][:n]),
+    )
+    requests.mamba_pool = configurator.pool(3)
+    kept = dict(drafts=3, disable_radix_cache=True)
+    for flags in (
+        dict(topk=2),
+        dict(disaggregation_mode="decode"),
+        dict(disable_radix_cache=False),
+    ):
+        with speculating(**kept | flags):
+            assert kvbuffer.sizes(configurator)["T"] == 3
+    with speculating(**kept):
+        kvbuffer._replace(requests, configurator)
+    caches, ring = requests.mamba_pool.mamba_cache, process.state.ring
+    monkeypatch.setattr(process.state, "ring", ring)
+    assert caches.intermediate_ssm.ring is ring
+    assert ring.buffer.u.shape[:3] == (2, 5, 12)
+    for part in (ring.buffer.u, ring.buffer.k, ring.buffer.log_decay):
+        part.fill_(POISON)
+    caches.temporal.copy_(torch.randn_like(caches.temporal))
+    whole, ring.lens[:] = caches.temporal.double(), 9
+    assert requests.alloc_rows(2) == [4, 2]
+    rows, slots = torch.tensor([4, 2, 0]), torch.tensor([3, 5, -1], dtype=torch.int32)
+    ring.empty()
+    flushed = 0
+    for step in range(9):
+        accepted = [[3, 2, 1][step % 3], step % 4, 1]
+        track = [1 if step == 4 else -1, -1, -1]
+        ring.read(rows, slots)
+        for layer in range(2):
+            x = Given(layers, [3, 3, 3], slots.tolist(), bound=bound, seed=10 * step + layer)
+            x.pool = whole[layer]
+            o, _, after = x.truth()
+            a, b = x.raw()
+            options = dict(
+                ssm_states=caches.temporal[layer],
+                cache_indices=x.slots,
+                query_start_loc=x.bounds,
+                intermediate_states_buffer=caches.intermediate_ssm[layer],
+                cache_steps=3,
+                intermediate_state_indices=torch.arange(3),
+                retrieve_parent_token=None,
+            )
+            tokens = dict(q=x.q, k=x.k, v=x.v, a=a, b=b)
+            near(kernel(layers).target_verify(**tokens, **x.gates(), **options), o)
+            for n in range(2):
+                whole[layer, slots[n]] = after[n][accepted[n]]
+                if track[n] >= 0:
+                    whole[layer, 6] = after[n][track[n] + 1]
+        before = caches.temporal[:, [3, 5]].clone()
+        steps, tracked = torch.tensor(accepted) - 1, (torch.tensor([6, 6, 6]), torch.tensor(track))
+        with speculating(**kept):
+            kvbuffer.commit(scatter_mamba_states_after_mtp_verify, caches, slots, steps, *tracked)
+        flushed += (caches.temporal[:, [3, 5]] != before).flatten(2).any(2)[0].int()
+        assert (ring.lens <= 9).all()
+        if step == 4:
+            near(caches.temporal[:, 6], whole[:, 6])
+    assert flushed.tolist() == [1, 1]  # of nine
+    ring.fold(rows, slots)
+    near(caches.temporal[:, [3, 5]], whole[:, [3, 5]])
+
+
 def test_a_dummy_run_of_trees_has_no_parents(monkeypatch):
     """It runs the kernel of trees all the same, as the start loads no other."""
     monkeypatch.setattr(process.state, "trees", True)
@@ -606,7 +674,7 @@ def test_a_decode_server_keeps_drafts_in_a_kvbuffer(monkeypatch):
 @LAYERS
 def test_a_retracted_requests_state_is_whole(layers, bound, monkeypatch):
     """Of one that decoded, and of one that no step has seen: its row has another's tokens."""
-    configurator, hooks = Configurator(layers), hooks_of(rings, monkeypatch)
+    configurator, hooks = Configurator(layers), hooks_of(decode_ring, monkeypatch)
     requests = decode_servers_pool(configurator)
     decode = dict(disaggregation_mode="decode", linear_replayssm_cache_len=5)
     with decoding(**decode):
@@ -683,7 +751,7 @@ def test_what_a_ring_cannot_have_ends_the_start(flags, named, monkeypatch):
         monkeypatch.setattr(process, "backend_for", lambda x: "cute")
     ours = dict(linear_attn_decode_backend=process.NAME, disable_radix_cache=True)
     with under(**ours | flags), pytest.raises(UnsupportedProblem) as error:
-        rings._budget(None, configurator, 1.0)
+        decode_ring._budget(None, configurator, 1.0)
     assert "GATED_DELTA_SGLANG_RING=0 turns it off" in str(error.value)
     assert named in str(error.value)
 
@@ -703,9 +771,9 @@ def test_a_rings_memory_is_reserved():
         dict(disaggregation_mode="prefill"),  # decodes nothing
     ):
         with decoding(linear_replayssm_cache_len=16, **flags):
-            rings._budget(original, configurator, 1.0)
+            decode_ring._budget(original, configurator, 1.0)
     with decoding(linear_replayssm_cache_len=16):
-        row = KVBuffer.empty(1, **rings.sizes(configurator)).nbytes
+        row = KVBuffer.empty(1, **decode_ring.sizes(configurator)).nbytes
     assert row == 2 * 15 * 4 * (HV * D + H * D + HV * D)
     part = 100 + -(-row // 5)
     assert seen == [(1.0 - 8 * row / 2**30, 100), (1.0 - row / 2**30, part), (1.0, 100)]
@@ -723,7 +791,9 @@ def test_a_graph_steps_the_ring_as_it_replays(monkeypatch):
     )
     rings.attach(backend)
     batch = SimpleNamespace(
-        req_pool_indices=torch.tensor([3, 1, 2]), mamba_track_mask=torch.tensor([False, True, True])
+        forward_mode=ForwardMode.DECODE,
+        req_pool_indices=torch.tensor([3, 1, 2]),
+        mamba_track_mask=torch.tensor([False, True, True]),
     )
     ring.lens[:] = torch.tensor([0, 1, 2, 3])
     ring.taken = [1]
@@ -735,6 +805,16 @@ def test_a_graph_steps_the_ring_as_it_replays(monkeypatch):
     assert given["buffer_indices"].tolist() == [3, 1, 0]  # padding has no request's row
     assert given["buffer_lens"].tolist()[:2] == [3, ~0]
     assert ring.lens.tolist()[1:] == [0, 2, 0]
+    ring.drafts, batch.forward_mode = 2, ForwardMode.TARGET_VERIFY
+    backend.init_forward_metadata_in_graph(batch)  # which advances no length
+    assert ring.step_lens[:2].tolist() == [0, 2]
+    assert ring.lens.tolist()[1:] == [0, 2, 0]
+    batch.forward_mode = ForwardMode.DECODE  # not with drafts: it finds the states whole
+    for part in (ring.buffer.u, ring.buffer.k, ring.buffer.log_decay):
+        part.fill_(0.5)
+    backend.init_forward_metadata_out_graph(batch)
+    assert ring.states.flatten(2).any(2).tolist() == [[slot == 2 for slot in range(P)]]
+    assert not ring.lens[1:].any()
     with pytest.raises(RuntimeError, match="room for batches of 72, not 73"):
         ring.step(torch.ones(73), torch.ones(73), None)
 
@@ -1557,6 +1637,24 @@ def test_engine_in_a_ring(qwen3_5, expected_long, tmp_path):
     assert min(run.cached(2)) >= 64  # a state that decode kept
     assert "15 tokens of 4 requests, 36 % of a state each" in run.log
     run.looked_for_what_it_needs()
+
+
+@needs_cxx
+def test_engine_that_folds_drafts_seldom(qwen3_5, expected, tmp_path):
+    """Lines of two n-grams, which cannot fork; mixed batches, and requests that come back."""
+    lines = dict(
+        linear_attn_verify_backend="gated_delta",
+        speculative_algorithm="NGRAM",
+        speculative_num_draft_tokens=2,
+        speculative_ngram_max_bfs_breadth=1,
+    )
+    variables = dict(GATED_DELTA_SGLANG_KVBUFFER="1", SGLANG_TEST_RETRACT="1")
+    run = Run(qwen3_5, tmp_path, OURS | RING | lines, variables)
+    assert run.tokens(0) == run.tokens(1) == expected
+    assert run.log.count("retract") >= 5
+    assert run.cached(1)[1] >= 128
+    assert "seldom needs" not in run.log
+    run.looked_for_what_it_needs(unused="decode ")
 
 
 def test_engine_with_kda_layers_in_a_ring(kda, tmp_path):

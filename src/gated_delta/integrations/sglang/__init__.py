@@ -17,7 +17,7 @@ from typing import Any
 from gated_delta import __version__
 from gated_delta.compile import flag
 from gated_delta.integrations.checks import in_chunks
-from gated_delta.integrations.sglang import kvbuffer, process, ring, start
+from gated_delta.integrations.sglang import decode_ring, kvbuffer, process, ring, start
 from gated_delta.integrations.sglang.kernels import kernel_class
 
 _LINEAR = "sglang.srt.layers.attention.linear."
@@ -66,7 +66,7 @@ def register() -> None:
     if in_kvbuffer:
         kvbuffer.register()
     if in_ring:
-        ring.register()
+        decode_ring.register()
 
 
 def _before_choices(server_args: Any) -> None:

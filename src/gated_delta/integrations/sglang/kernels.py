@@ -114,6 +114,8 @@ class Operations:
         self, tokens: Tokens, given: Given, missing: str, engine: Any, ring: KVBuffer | None = None
     ) -> Tensor:
         fused, own_ring = process.state.norms.get(given["A_log"]), process.state.ring
+        if own_ring and own_ring.drafts:  # its rows are folded before a decode
+            own_ring = None
         norm = fused.arguments(tokens[2][0]) if fused else {}
 
         def ours(backend: str) -> Tensor:
@@ -212,7 +214,11 @@ class Operations:
                     # A dummy run; the start loads no kernel for lines.
                     tree = torch.arange(-1, given["cache_steps"] - 1, device=bounds.device)
                     tree = tree.repeat(N, 1)
-                call |= dict(parents=tree, buffer=scratch, buffer_indices=rows)
+                ring = process.state.ring
+                if ring is not None and not process.state.trees:
+                    call |= ring.arguments(given["ssm_states"], N)
+                else:
+                    call |= dict(parents=tree, buffer=scratch, buffer_indices=rows)
                 return api.verify(**call)
             return api.decode(
                 **call, update_state=False, intermediate_states=scratch, intermediate_indices=rows

@@ -17,8 +17,9 @@ from torch import Tensor
 from gated_delta import api
 from gated_delta.integrations.engine import card_check, load
 from gated_delta.integrations.sglang import process
+from gated_delta.integrations.sglang.ring import Ring, register_folds, rules
 from gated_delta.integrations.sglang.start import Layer
-from gated_delta.problem import KVBuffer
+from gated_delta.problem import MAX_BUFFER, KVBuffer, unique
 from gated_delta.replaced import replaced
 
 CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
@@ -35,10 +36,11 @@ class Drafts:
 
     Indexed by the engine's layer, as the scratch is; an item is the layer's KVBuffer.
     path: [requests, depth], of trees, the tokens accepted last, from `keep_path` to `commit`.
+    ring: the requests' rows, if accepted drafts stay in them until they lack room.
     """
 
-    def __init__(self, buffer: KVBuffer):
-        self.buffer = buffer
+    def __init__(self, buffer: KVBuffer, ring: Ring | None = None):
+        self.buffer, self.ring = buffer, ring
         self.path: Tensor | None = None
 
     def __getitem__(self, layer: int) -> KVBuffer:
@@ -54,6 +56,7 @@ def register() -> None:
         HookRegistry.register(f"{CONFIGURATOR}.{build}", _replace, HookType.AFTER)
     HookRegistry.register(_ACCEPTED, keep_path, HookType.BEFORE)
     HookRegistry.register(_COMMIT, commit, HookType.AROUND)
+    register_folds()
 
 
 def sizes(configurator: Any) -> dict[str, Any] | None:
@@ -74,22 +77,40 @@ def sizes(configurator: Any) -> dict[str, Any] | None:
     elif get_memory().enable_unified_memory or get_exec().mamba.enable_linear_replayssm_spec:
         missing = "the engine's plain pool, neither unified memory nor ReplaySSM"
     if layer is not None and not missing:
-        arguments = rows_of(configurator, layer, drafts)
-        calls = layer.calls(
-            state_of(configurator, layer),
-            scratch=KVBuffer.empty(1, **arguments),
-            drafts=drafts,
-            tree=tree,
-        )
-        refused = load.refused(calls["verify"]) or card_check.failing(calls["verify"], process.LOG)
-        missing = "; ".join(refused.values())
-        if not missing:
-            layer_ids = configurator._get_mamba_layer_ids_for_req_pool()
-            return arguments | dict(num_layers=len(layer_ids))
+        for tokens in unique((_capacity(configurator, drafts, tree), drafts)):
+            arguments = rows_of(configurator, layer, tokens)
+            calls = layer.calls(
+                state_of(configurator, layer),
+                scratch=KVBuffer.empty(1, **arguments),
+                drafts=drafts,
+                tree=tree,
+            )["verify"]
+            refused = load.refused(calls) or card_check.failing(calls, process.LOG)
+            missing = "; ".join(refused.values())
+            if not missing:
+                layer_ids = configurator._get_mamba_layer_ids_for_req_pool()
+                return arguments | dict(num_layers=len(layer_ids))
     process.LOG.warning(
         "gated_delta leaves the engine's scratch for drafts as it is; a KVBuffer needs %s", missing
     )
     return None
+
+
+def _capacity(configurator: Any, drafts: int, tree: bool) -> int:
+    """Tokens of a row: several verifies' if accepted drafts may stay in it, else one's."""
+    from sglang.srt.environ import envs
+    from sglang.srt.runtime_context import get_disagg
+
+    kept = {
+        "drafts that are lines": not tree,
+        "a server that prefills too": get_disagg().disaggregation_mode == "null",
+        "SGLANG_ENABLE_OVERLAP_PLAN_STREAM=0": not envs.SGLANG_ENABLE_OVERLAP_PLAN_STREAM.get(),
+        **rules(configurator),
+    }
+    if missing := next((rule for rule, held in kept.items() if not held), ""):
+        process.LOG.info("gated_delta folds drafts after every verify; seldom needs %s", missing)
+        return drafts
+    return min(4 * drafts, MAX_BUFFER)
 
 
 def layer_of(configurator: Any) -> Layer | None:
@@ -151,7 +172,11 @@ def _replace(requests: Any, configurator: Any, **_: Any) -> None:
     scratch = getattr(pool.mamba_cache, "intermediate_ssm", None)
     if arguments is None or not isinstance(scratch, Tensor):
         return
-    drafts = Drafts(KVBuffer.empty(scratch.shape[1], **arguments))
+    buffer, ring = KVBuffer.empty(scratch.shape[1], **arguments), None
+    if buffer.u.shape[2] > scratch.shape[2]:
+        ring = process.state.ring = Ring(pool.mamba_cache.temporal, buffer, scratch.shape[2])
+        ring.follow(requests)
+    drafts = Drafts(buffer, ring)
     pool.mamba_cache = dataclasses.replace(pool.mamba_cache, intermediate_ssm=drafts)
     pool.mem_usage += (drafts.buffer.nbytes - scratch.nbytes) / 2**30
     process.LOG.info(load.drafts_line(drafts.buffer.nbytes, scratch.nbytes))
@@ -184,7 +209,8 @@ def commit(
 
     Of trees last_steps[n] is the last token on the path that `keep_path` has. First copies the
     state after track_steps[n] to track_slots[n], if the prefix cache asks for an earlier state.
-    `original` then moves the convolutions' windows.
+    With a ring they stay in rows that have room for another verify's drafts. `original` then moves
+    the convolutions' windows.
     """
     drafts = caches.intermediate_ssm
     if isinstance(drafts, Drafts):
@@ -192,25 +218,31 @@ def commit(
         if path is None and process.trees():
             raise RuntimeError(f"expected a call of {_ACCEPTED}, which has the accepted tokens")
 
+        N, ring = len(slots), drafts.ring
+        rows = ring.step_rows[:N] if ring else src_indices_raw
+        before = ring.step_lens[:N] if ring else 0
+
         def count(steps: Tensor) -> Tensor:
-            """The number of accepted tokens up to these steps."""
+            """The number of accepted tokens up to these steps, and of those before them."""
             if path is None:
-                return steps + 1
+                return steps + 1 + before
             return ((path >= 0) & (path <= steps[:, None])).sum(1)
 
         given: dict[str, Any] = dict(
             path=path,
             state_indices=slots,
-            buffer_indices=src_indices_raw,
+            buffer_indices=rows,
             null_index=0,
             backend=process.backend_for(slots),
         )
         if track_slots is not None and track_steps is not None:
-            N = len(slots)
             tracked = torch.where(track_steps[:N] >= 0, track_slots[:N], -1)
             counts = count(track_steps[:N])
             api.flush(caches.temporal, drafts.buffer, counts, write_indices=tracked, **given)
-        api.flush(caches.temporal, drafts.buffer, count(last_steps), **given)
+        if ring:
+            ring.keep(last_steps[:N] + 1, slots)
+        else:
+            api.flush(caches.temporal, drafts.buffer, count(last_steps), **given)
         # `original` skips a tensor without elements.
         caches = dataclasses.replace(caches, temporal=caches.temporal[:0])
     original(caches, slots, last_steps, track_slots, track_steps, src_indices_raw=src_indices_raw)

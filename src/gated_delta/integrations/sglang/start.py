@@ -88,9 +88,11 @@ class Layer(NamedTuple):
         if scratch is None or (tree and not in_kvbuffer):
             return calls
         draft = self.tokens(drafts, device) | pool | dict(cu_seqlens=bounds(drafts))
-        if in_kvbuffer:
+        if isinstance(scratch, KVBuffer):
             buffer = dict(buffer=scratch, buffer_indices=zero)
             verify, flush = draft | buffer, pool | buffer | dict(num_accepted=zero)
+            if scratch.u.shape[1] > drafts:  # accepted drafts stay in the row
+                verify |= dict(buffer_lens=zero)
             if tree:
                 verify |= dict(parents=zero.new_full((1, drafts), -1))
                 flush |= dict(path=zero[:, None])
@@ -130,6 +132,8 @@ def check(backend: Any, runner: Any) -> None:
         scratch = getattr(caches, "intermediate_ssm", None)
         tracked = get_exec().mamba.enable_mamba_extra_buffer
         ring, own_ring = None, process.state.ring
+        if own_ring and own_ring.drafts:
+            own_ring = None
         if own_ring:
             ring = own_ring.arguments(caches.temporal, 1)["buffer"]
         elif get_exec().mamba.enable_linear_replayssm:
