@@ -582,6 +582,7 @@ def test_bad_paths_and_values_are_refused_in_one_line(tmp_path, command, word):
             "on",
             "GATED_DELTA_SGLANG_KVBUFFER: expected 0 or 1, got 'on'",
         ),
+        ("GATED_DELTA_SGLANG_RING", "2", "GATED_DELTA_SGLANG_RING: expected 0 or 1, got '2'"),
         (
             "GATED_DELTA_VLLM_KVBUFFER",
             "",

@@ -316,7 +316,7 @@ def test_sglang_leaves_a_failing_mode_to_its_kernel(monkeypatch, caplog):
         req_to_token_pool=SimpleNamespace(mamba2_layer_cache=lambda layer_id: caches),
     )
     monkeypatch.setattr(sglang_start.kernels, "skip_preparation", lambda backend: None)
-    sglang_start.check(None, type("GDNAttnBackend", (), {})(), runner)
+    sglang_start.check(type("GDNAttnBackend", (), {})(), runner)
     assert sglang_process.state.left == {("GDN", "decode"): "a check that passes"}
     assert [[op for op, _ in given] for given in loaded] == [["prefill", "short_conv"]]
     (line,) = caplog.messages

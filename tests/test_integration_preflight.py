@@ -165,6 +165,13 @@ def test_drafts_and_heads_that_stay_the_engines(plan, monkeypatch):
     reasons = {mode.name: mode.reason for mode in plan("sglang", k3, tp=2, drafts=17).modes}
     assert "12 heads" in reasons.pop("decode")
     assert reasons == dict(prefill="", verify="ours needs at most 16 draft tokens")
+    with monkeypatch.context() as patch:
+        patch.setenv("GATED_DELTA_SGLANG_RING", "1")
+        decode, _ = plan("sglang", k3, tp=2).modes  # 12 heads, too
+        assert decode.ours
+        assert [op for op, _ in decode.calls] == ["decode", "flush"]
+        decode, *_ = plan("sglang", NEXT, drafts=4).modes
+        assert "a ring takes no drafts" in decode.reason
     decode, prefill = plan("vllm", NEXT, drafts=16).modes
     assert (decode.ours, decode.reason, prefill.ours) == (False, "more than 15 draft tokens", True)
     for buffered in (False, True):

@@ -460,13 +460,15 @@ def _sglang(asked: Asked, model: Model) -> tuple[list[Mode], dict[str, int]]:
         buffer = KVBuffer.empty(rows, T, **sizes, num_layers=layers, device="meta")
         drafts = dict(states=model.state_bytes(rows * T), kvbuffer=buffer.nbytes)
         scratch = KVBuffer.empty(2, T, **sizes) if in_kvbuffer else state.new_empty(2, T, HV, V, K)
-    ring = None
-    if asked.ring and bound is None:  # SGLang's has the states' dtype
+    ring, own_ring = None, compile.flag("GATED_DELTA_SGLANG_RING", False)
+    if own_ring:
+        ring = KVBuffer.empty(2, 1, **sizes)
+    elif asked.ring and bound is None:  # SGLang's has the states' dtype
         ring = KVBuffer.empty(2, 1, **sizes)
         ring = replace(ring, u=ring.u.to(state))
     norm = model.served.fuses_norm and V <= MAX_NORM
     layer = Layer(family, H, HV, K, V, model.dtype, bound, norm)
-    by_mode = layer.calls(state, True, scratch, T, ring, asked.tree)
+    by_mode = layer.calls(state, True, scratch, T, ring, asked.tree, folds=own_ring)
     names = asked.modes or MODES["sglang"][: 3 if T else 2]
     modes = [Mode(name, by_mode.get(name, [])) for name in names]
     for mode in modes:
@@ -474,7 +476,9 @@ def _sglang(asked: Asked, model: Model) -> tuple[list[Mode], dict[str, int]]:
             mode.leave(f"ours needs {unfit or 'drafts: --drafts is 0'}")
         if mode.name == "decode" and (lacks := ring_lacks(ring)):
             mode.leave(f"ours needs {lacks}")
-        if mode.name == "decode" and HV in model.served.own_decode:
+        if mode.name == "decode" and own_ring and T:
+            mode.leave("a ring takes no drafts: GATED_DELTA_SGLANG_RING=1 ends the start")
+        if mode.name == "decode" and HV in model.served.own_decode and not own_ring:
             mode.leave(f"SGLang has a fused kernel for {HV} heads a GPU")
     return modes, drafts
 

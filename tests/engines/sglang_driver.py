@@ -8,12 +8,16 @@ import json
 import os
 
 import sglang_cpu
+import sglang_states
 import torch
 
 case = json.loads(os.environ["SGLANG_CASE"])
 if "amx" in case:  # as on such a CPU; sglang_cpu hides it
     torch.cpu._is_amx_tile_supported = lambda: case["amx"]
+states = sglang_states.States(case["states"]) if "states" in case else None
 sglang_cpu.install()
+if states:
+    states.hook()
 
 from gated_delta import api, dispatch, gpus, ops
 from gated_delta.integrations.engine import load as start
@@ -119,8 +123,11 @@ def main():
     engine = sglang.Engine(**options | case["engine"])
     sampling = dict(temperature=0, max_new_tokens=case["new_tokens"], ignore_eos=True)
     rounds = []
-    for _ in range(2):
-        outputs = engine.generate(input_ids=case["prompts"], sampling_params=sampling)
+    for number in range(3 if "states" in case else 2):
+        prompts = case["prompts"]
+        if number == 2:  # answers are cached, too
+            prompts = [x + one["tokens"] for x, one in zip(prompts, rounds[0], strict=True)]
+        outputs = engine.generate(input_ids=prompts, sampling_params=sampling)
         rounds.append(
             [
                 dict(tokens=one["output_ids"], cached=one["meta_info"]["cached_tokens"])

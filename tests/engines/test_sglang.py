@@ -37,6 +37,7 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 from sglang.srt.mem_cache.memory_pool import MambaPool
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.runtime_context import get_context
@@ -48,11 +49,12 @@ import gated_delta
 from gated_delta import preflight
 from gated_delta.gpus import H200
 from gated_delta.integrations import sglang as plugin
-from gated_delta.integrations.engine import load
+from gated_delta.integrations.engine import load, releases
 from gated_delta.integrations.sglang import cuts as sglang_cuts
+from gated_delta.integrations.sglang import decode_ring, process
 from gated_delta.integrations.sglang import kernels as sglang_kernels
 from gated_delta.integrations.sglang import kvbuffer as kvbuffer
-from gated_delta.integrations.sglang import process
+from gated_delta.integrations.sglang import ring as rings
 from gated_delta.integrations.sglang import start as sglang_start
 from gated_delta.problem import KVBuffer, UnsupportedProblem
 
@@ -358,7 +360,7 @@ def test_verify_keeps_every_state_in_its_row(layers, bound):
 class Configurator:
     """The parts of the engine's pool configurator that the plug-in uses, for two layers."""
 
-    device, attn_dp_size = "cpu", 1
+    device, attn_dp_size, pp_size = "cpu", 1, 1
     model_config = SimpleNamespace(dtype=torch.float32)
 
     def __init__(self, layers):
@@ -491,6 +493,73 @@ def test_drafts_in_a_kvbuffer_are_committed(layers, bound, tracked, request_rows
     ran(f"{layers} verify on backend reference")
 
 
+@LAYERS
+def test_accepted_drafts_stay_in_their_rows(layers, bound, monkeypatch):
+    """For as long as another verify has room. Trees and a decode server's do not stay."""
+    configurator, requests = (
+        Configurator(layers),
+        SimpleNamespace(alloc_rows=lambda n: [4, 2, 1][:n]),
+    )
+    requests.mamba_pool = configurator.pool(3)
+    kept = dict(drafts=3, disable_radix_cache=True)
+    for flags in (
+        dict(topk=2),
+        dict(disaggregation_mode="decode"),
+        dict(disable_radix_cache=False),
+    ):
+        with speculating(**kept | flags):
+            assert kvbuffer.sizes(configurator)["T"] == 3
+    with speculating(**kept):
+        kvbuffer._replace(requests, configurator)
+    caches, ring = requests.mamba_pool.mamba_cache, process.state.ring
+    monkeypatch.setattr(process.state, "ring", ring)
+    assert caches.intermediate_ssm.ring is ring
+    assert ring.buffer.u.shape[:3] == (2, 5, 12)
+    for part in (ring.buffer.u, ring.buffer.k, ring.buffer.log_decay):
+        part.fill_(POISON)
+    caches.temporal.copy_(torch.randn_like(caches.temporal))
+    whole, ring.lens[:] = caches.temporal.double(), 9
+    assert requests.alloc_rows(2) == [4, 2]
+    rows, slots = torch.tensor([4, 2, 0]), torch.tensor([3, 5, -1], dtype=torch.int32)
+    ring.empty()
+    flushed = 0
+    for step in range(9):
+        accepted = [[3, 2, 1][step % 3], step % 4, 1]
+        track = [1 if step == 4 else -1, -1, -1]
+        ring.read(rows, slots)
+        for layer in range(2):
+            x = Given(layers, [3, 3, 3], slots.tolist(), bound=bound, seed=10 * step + layer)
+            x.pool = whole[layer]
+            o, _, after = x.truth()
+            a, b = x.raw()
+            options = dict(
+                ssm_states=caches.temporal[layer],
+                cache_indices=x.slots,
+                query_start_loc=x.bounds,
+                intermediate_states_buffer=caches.intermediate_ssm[layer],
+                cache_steps=3,
+                intermediate_state_indices=torch.arange(3),
+                retrieve_parent_token=None,
+            )
+            tokens = dict(q=x.q, k=x.k, v=x.v, a=a, b=b)
+            near(kernel(layers).target_verify(**tokens, **x.gates(), **options), o)
+            for n in range(2):
+                whole[layer, slots[n]] = after[n][accepted[n]]
+                if track[n] >= 0:
+                    whole[layer, 6] = after[n][track[n] + 1]
+        before = caches.temporal[:, [3, 5]].clone()
+        steps, tracked = torch.tensor(accepted) - 1, (torch.tensor([6, 6, 6]), torch.tensor(track))
+        with speculating(**kept):
+            kvbuffer.commit(scatter_mamba_states_after_mtp_verify, caches, slots, steps, *tracked)
+        flushed += (caches.temporal[:, [3, 5]] != before).flatten(2).any(2)[0].int()
+        assert (ring.lens <= 9).all()
+        if step == 4:
+            near(caches.temporal[:, 6], whole[:, 6])
+    assert flushed.tolist() == [1, 1]  # of nine
+    ring.fold(rows, slots)
+    near(caches.temporal[:, [3, 5]], whole[:, [3, 5]])
+
+
 def test_a_dummy_run_of_trees_has_no_parents(monkeypatch):
     """It runs the kernel of trees all the same, as the start loads no other."""
     monkeypatch.setattr(process.state, "trees", True)
@@ -554,6 +623,200 @@ def test_memory_for_drafts_is_reserved_as_they_take_it():
     with under(speculative_num_draft_tokens=4, max_running_requests=7):
         assert kvbuffer._budget(original, Configurator("GDN"), 1.0) == 1.0
     assert [skips for _, skips in seen] == [True, False]
+
+
+# ---------------------------------------------------------------------------------------- our ring
+
+
+def decoding(**flags):
+    return under(linear_attn_decode_backend=process.NAME, disable_radix_cache=True, **flags)
+
+
+def decode_servers_pool(configurator, drafts=None):
+    """By the engine's code: 4 requests run, 3 more wait for their prefill."""
+    names = ("layer_info", "_get_ple_req_pool_kwargs")
+    parts = SimpleNamespace(start_layer=0, end_layer=2), lambda: {}
+    for name, part in zip(names, parts, strict=True):
+        setattr(configurator, name, part)
+    configurator.model_config = SimpleNamespace(dtype=torch.float32, context_len=64)
+    build = inspect.unwrap(KVCacheConfigurator._build_hybrid_mamba_decode_req_pool)
+    sizes = dict(max_num_reqs=4, extra_max_context_len=0, pre_alloc_size=3)
+    more = dict(
+        max_running_requests=4, max_mamba_cache_size=P - 1, speculative_num_draft_tokens=drafts
+    )
+    with get_context().override_server_args(**more, disaggregation_mode="decode"):
+        return build(configurator, **sizes)
+
+
+def hooks_of(module, monkeypatch):
+    """What a module registers, by the name of the method."""
+    hooks = {}
+    take = lambda target, hook, kind: hooks.update({target.rpartition(".")[2]: hook})
+    monkeypatch.setattr(HookRegistry, "register", take)
+    module.register()
+    return hooks
+
+
+def test_a_decode_server_keeps_drafts_in_a_kvbuffer(monkeypatch):
+    """Its pool has other code and more rows; the budget counts them all."""
+    configurator, hooks = Configurator("GDN"), hooks_of(kvbuffer, monkeypatch)
+    requests = decode_servers_pool(configurator, drafts=4)
+    decode = dict(disaggregation_mode="decode", disaggregation_decode_extra_slots=3)
+    with speculating(max_running_requests=4, **decode):
+        hooks["_build_hybrid_mamba_decode_req_pool"](requests, configurator)
+        rest = hooks["_handle_max_mamba_cache"](lambda _, rest: rest, configurator, 1.0)
+    drafts = requests.mamba_pool.mamba_cache.intermediate_ssm
+    assert isinstance(drafts, kvbuffer.Drafts)
+    assert drafts.buffer.u.shape[1] == len(requests.req_to_token) == 8
+    assert rest == 1.0 - drafts.buffer.nbytes / 2**30
+
+
+@LAYERS
+def test_a_retracted_requests_state_is_whole(layers, bound, monkeypatch):
+    """Of one that decoded, and of one that no step has seen: its row has another's tokens."""
+    configurator, hooks = Configurator(layers), hooks_of(decode_ring, monkeypatch)
+    requests = decode_servers_pool(configurator)
+    decode = dict(disaggregation_mode="decode", linear_replayssm_cache_len=5)
+    with decoding(**decode):
+        hooks["_build_hybrid_mamba_decode_req_pool"](requests, configurator)
+    ring, states = process.state.ring, requests.mamba_pool.mamba_cache.temporal
+    monkeypatch.setattr(process.state, "ring", ring)
+    for part in (ring.buffer.u, ring.buffer.k, ring.buffer.log_decay):
+        part.fill_(POISON)
+    states.copy_(torch.randn_like(states))
+    whole, ring.lens[:] = states.clone(), 4
+    one, other, last = requests.alloc_rows(3)
+    slots = torch.tensor([3, 0, 5, -1], dtype=torch.int32)
+    rows = torch.tensor([one, 0, other, 0])
+    for row, slot in ((one, 3), (other, 5), (last, 2)):
+        requests.req_index_to_mamba_index_mapping[row] = slot
+    options = dict(scale=D**-0.5, num_v_heads=HV, head_v_dim=D, cache_indices=slots)
+    for step in range(7):
+        ring.empty()
+        ring.step(rows, slots, torch.tensor([False, True, step == 1, False]))
+        for layer in range(2):
+            x = Given(layers, [1] * 4, slots.tolist(), bound=bound, seed=10 * step + layer)
+            call = functools.partial(kernel(layers).packed_decode, x.mixed, *x.raw(), **x.gates())
+            o = call(ssm_states=states[layer], **options)
+            with mock.patch.object(process.state, "ring", None):
+                near(o, call(ssm_states=whole[layer], **options).double())
+        if step == 1:
+            near(states[:, 5], whole[:, 5].double())
+    assert ring.lens[[one, other]].tolist() == [2, 0]
+    assert (states[:, 3] - whole[:, 3]).abs().max() > 1e-3  # the row lacks
+    ring.taken, ring.lens[last] = [last], 4  # taken again
+    for row, slot in ((one, 3), (other, 5), (last, 2)):
+        hooks["backup_kv_cache"](
+            SimpleNamespace(kv=SimpleNamespace(req_pool_idx=row)), None, requests
+        )
+        _, copy = requests.mamba_pool.get_cpu_copy(torch.tensor([slot]))
+        near(copy[:, 0], whole[:, slot].double())
+    assert not ring.lens[[one, other, last]].any()
+    with_ring = f"{layers} decode in a ring on backend reference"
+    ran(with_ring, f"{layers} decode on backend reference")
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (dict(linear_attn_decode_backend="triton"), "--linear-attn-decode-backend gated_delta"),
+        (dict(speculative_num_draft_tokens=4), "no drafts"),
+        (dict(enable_linear_replayssm=True), "no ReplaySSM of SGLang's"),
+        (dict(linear_replayssm_cache_len=34), "--linear-replayssm-cache-len of 2 to 33"),
+        (
+            dict(disable_radix_cache=False, mamba_radix_cache_strategy="no_buffer"),
+            "--mamba-radix-cache-strategy extra_buffer",
+        ),
+        (dict(enable_two_batch_overlap=True), "no --enable-two-batch-overlap"),
+        (dict(enable_pdmux=True), "no --enable-pdmux"),
+        (dict(enable_pd_role_switch=True), "no --enable-pd-role-switch"),
+        (dict(enable_unified_memory=True), "no --enable-unified-memory"),
+        (dict(pp=2), "one pipeline stage"),
+        (dict(others=True), "GDN or KDA layers"),
+        (dict(release=True), "SGLang 0.0.1, not 0.5.23, which changes covered"),
+        (dict(gpu=True), "tensors on a CUDA device, got cpu"),
+    ],
+    ids=lambda x: None if isinstance(x, str) else next(iter(x)),
+)
+def test_what_a_ring_cannot_have_ends_the_start(flags, named, monkeypatch):
+    configurator, flags = Configurator("GDN"), dict(flags)
+    configurator.pp_size = flags.pop("pp", 1)
+    if flags.pop("others", False):
+        configurator.hybrid_gdn_config = None
+    if flags.pop("release", False):
+        changed = {"kernels/ops/attention/kda_fused_decode.py": dict(covered="0")}
+        other = releases.SGLANG_RING._replace(version="0.0.1", code=changed)
+        monkeypatch.setattr(releases, "SGLANG_RING", other)
+    if flags.pop("gpu", False):
+        monkeypatch.setattr(process, "backend_for", lambda x: "cute")
+    ours = dict(linear_attn_decode_backend=process.NAME, disable_radix_cache=True)
+    with under(**ours | flags), pytest.raises(UnsupportedProblem) as error:
+        decode_ring._budget(None, configurator, 1.0)
+    assert "GATED_DELTA_SGLANG_RING=0 turns it off" in str(error.value)
+    assert named in str(error.value)
+
+
+def test_a_rings_memory_is_reserved():
+    """For the requests that run; else each slot of states pays a part of a request's row."""
+    configurator, seen = Configurator("KDA"), []
+    configurator.extra_mamba_cache_bytes_per_req = 100
+    configurator._calculate_mamba_ratio = lambda: 5
+
+    def original(configurator, rest):
+        seen.append((rest, configurator.extra_mamba_cache_bytes_per_req))
+
+    for flags in (
+        dict(max_running_requests=7),
+        dict(max_running_requests=None),
+        dict(disaggregation_mode="prefill"),  # decodes nothing
+    ):
+        with decoding(linear_replayssm_cache_len=16, **flags):
+            decode_ring._budget(original, configurator, 1.0)
+    with decoding(linear_replayssm_cache_len=16):
+        row = KVBuffer.empty(1, **decode_ring.sizes(configurator)).nbytes
+    assert row == 2 * 15 * 4 * (HV * D + H * D + HV * D)
+    part = 100 + -(-row // 5)
+    assert seen == [(1.0 - 8 * row / 2**30, 100), (1.0 - row / 2**30, part), (1.0, 100)]
+    assert configurator.extra_mamba_cache_bytes_per_req == 100
+
+
+def test_a_graph_steps_the_ring_as_it_replays(monkeypatch):
+    """Rows of new requests are emptied before a replay, not while SGLang captures a graph."""
+    ring = rings.Ring(torch.zeros(1, P, HV, D, D), KVBuffer.empty(4, 3, H, HV, D, D, num_layers=1))
+    monkeypatch.setattr(process.state, "ring", ring)
+    backend = SimpleNamespace(
+        _forward_metadata=None,
+        init_forward_metadata_out_graph=lambda batch, in_capture: None,
+        forward_metadata=SimpleNamespace(mamba_cache_indices=torch.tensor([5, 2, -1])),
+    )
+    rings.attach(backend)
+    batch = SimpleNamespace(
+        forward_mode=ForwardMode.DECODE,
+        req_pool_indices=torch.tensor([3, 1, 2]),
+        mamba_track_mask=torch.tensor([False, True, True]),
+    )
+    ring.lens[:] = torch.tensor([0, 1, 2, 3])
+    ring.taken = [1]
+    backend.init_forward_metadata_out_graph(batch, in_capture=True)
+    assert ring.taken == [1]
+    backend.init_forward_metadata_out_graph(batch)
+    backend.init_forward_metadata_in_graph(batch)
+    given = ring.arguments(ring.states[0], 3)
+    assert given["buffer_indices"].tolist() == [3, 1, 0]  # padding has no request's row
+    assert given["buffer_lens"].tolist()[:2] == [3, ~0]
+    assert ring.lens.tolist()[1:] == [0, 2, 0]
+    ring.drafts, batch.forward_mode = 2, ForwardMode.TARGET_VERIFY
+    backend.init_forward_metadata_in_graph(batch)  # which advances no length
+    assert ring.step_lens[:2].tolist() == [0, 2]
+    assert ring.lens.tolist()[1:] == [0, 2, 0]
+    batch.forward_mode = ForwardMode.DECODE  # not with drafts: it finds the states whole
+    for part in (ring.buffer.u, ring.buffer.k, ring.buffer.log_decay):
+        part.fill_(0.5)
+    backend.init_forward_metadata_out_graph(batch)
+    assert ring.states.flatten(2).any(2).tolist() == [[slot == 2 for slot in range(P)]]
+    assert not ring.lens[1:].any()
+    with pytest.raises(RuntimeError, match="room for batches of 72, not 73"):
+        ring.step(torch.ones(73), torch.ones(73), None)
 
 
 # ------------------------------------------------------------------------ the engine's own kernels
@@ -992,8 +1255,11 @@ PROMPTS = [
     )
 ]
 NEW = 24
+LONG = 70
+"""Tokens: every answer crosses a multiple of 64, where the prefix cache takes a state."""
 BOTH = {f"GDN {mode} on backend reference" for mode in ("decode and norm", "prefill")}
 OURS = dict(linear_attn_decode_backend="gated_delta", linear_attn_prefill_backend="gated_delta")
+RING = dict(mamba_radix_cache_strategy="extra_buffer", mamba_track_interval=64)
 
 
 @pytest.fixture(scope="session")
@@ -1002,11 +1268,11 @@ def qwen3_5():
     return Path(gated_delta.__file__).parent / "demo/tiny_qwen3_5"
 
 
-def by_transformers(model):
+def by_transformers(model, new_tokens=NEW):
     """Its tokens, in fp32."""
     with torch.inference_mode():
         result = [
-            model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)[0]
+            model.generate(torch.tensor([prompt]), max_new_tokens=new_tokens, do_sample=False)[0]
             for prompt in PROMPTS
         ]
     return [tokens[len(prompt) :].tolist() for tokens, prompt in zip(result, PROMPTS)]
@@ -1117,7 +1383,7 @@ def kda(request, tmp_path_factory):
             rope_parameters=dict(rope_theta=1e4, rope_type="default"),
         )
     (result / "config.json").write_text(json.dumps(config))
-    return result, by_transformers(model)
+    return result, by_transformers(model, 2 * LONG)
 
 
 @pytest.fixture(scope="session")
@@ -1150,9 +1416,8 @@ class Run:
         reports.mkdir()
         self.kernels = tmp_path / "kernels"
         self.kernels.mkdir()
-        case |= dict(
-            model=str(model), engine=engine, prompts=PROMPTS, new_tokens=NEW, reports=str(reports)
-        )
+        case = dict(prompts=PROMPTS, new_tokens=NEW) | case
+        case |= dict(model=str(model), engine=engine, reports=str(reports))
         case |= dict(kernels=str(self.kernels)) if starts else {}
         environment = os.environ | dict(
             SGLANG_CASE=json.dumps(case), SGLANG_MAMBA_CONV_DTYPE="float32", OMP_NUM_THREADS="1"
@@ -1320,7 +1585,7 @@ def test_engine_with_kda_layers(kda, tmp_path):
     engine = dict(mamba_radix_cache_strategy="no_buffer", enable_fp32_lm_head=True)
     run = Run(model, tmp_path, OURS | engine)
     run.looked_for_what_it_needs()
-    assert run.tokens(0) == run.tokens(1) == tokens
+    assert run.tokens(0) == run.tokens(1) == [one[:NEW] for one in tokens]
     assert run.ran.keys() == {route.replace("GDN", "KDA") for route in BOTH}
 
 
@@ -1386,3 +1651,74 @@ def test_engine_runs_its_own_kernels_where_ours_cannot(qwen3_5, expected, tmp_pa
     )
     assert run.ran.keys() == {f"GDN {mode} on {reasons}" for mode in ("decode", "prefill")}
     assert f"gated_delta runs GDN prefill on {reasons}" in run.log
+
+
+class InRing(Run):
+    """An engine whose decode has a ring, with its states watched; a third round has longer hits."""
+
+    def __init__(self, model, tmp_path, engine, variables=()):
+        states = tmp_path / "states"
+        states.mkdir()
+        variables = dict(variables) | dict(GATED_DELTA_SGLANG_RING="1")
+        case = dict(new_tokens=LONG, states=str(states))
+        super().__init__(model, tmp_path, OURS | RING | engine, variables, **case)
+        (self.states,) = (json.loads(file.read_text()) for file in states.iterdir())
+
+    def agrees_with(self, tokens):
+        """Tokens of LONG and LONG more: two rounds have the first, a third has the others."""
+        first, others = ([x[part] for x in tokens] for part in (slice(LONG), slice(LONG, None)))
+        assert self.tokens(0) == self.tokens(1) == first
+        assert self.tokens(2) == others
+        assert self.states["snapshots"] >= 3 * 3  # layers, prompts
+        assert self.states["worst"] < 1e-5
+
+
+@pytest.fixture(scope="session")
+def expected_long(qwen3_5):
+    import transformers
+
+    return by_transformers(
+        transformers.AutoModelForCausalLM.from_pretrained(qwen3_5, dtype=torch.float32).eval(),
+        2 * LONG,
+    )
+
+
+def test_engine_in_a_ring(qwen3_5, expected_long, tmp_path):
+    """With the overlap schedule, cached prefixes, mixed batches, and requests that come back."""
+    engine = dict(disable_overlap_schedule=False, enable_mixed_chunk=True)
+    retract = dict(SGLANG_TEST_RETRACT="1", SGLANG_TEST_RETRACT_INTERVAL="20")
+    run = InRing(qwen3_5, tmp_path, engine, retract)
+    run.agrees_with(expected_long)
+    assert run.log.count("retract") >= 5
+    in_ring = "GDN decode and norm in a ring on backend reference"
+    assert run.ran.keys() == {in_ring, "GDN prefill on backend reference"}
+    assert run.ran[in_ring] > run.ran["GDN prefill on backend reference"]
+    assert min(run.cached(2)) >= 64  # a state that decode kept
+    assert "15 tokens of 4 requests, 36 % of a state each" in run.log
+    run.looked_for_what_it_needs()
+
+
+@needs_cxx
+def test_engine_that_folds_drafts_seldom(qwen3_5, expected, tmp_path):
+    """Lines of two n-grams, which cannot fork; mixed batches, and requests that come back."""
+    lines = dict(
+        linear_attn_verify_backend="gated_delta",
+        speculative_algorithm="NGRAM",
+        speculative_num_draft_tokens=2,
+        speculative_ngram_max_bfs_breadth=1,
+    )
+    variables = dict(GATED_DELTA_SGLANG_KVBUFFER="1", SGLANG_TEST_RETRACT="1")
+    run = Run(qwen3_5, tmp_path, OURS | RING | lines, variables)
+    assert run.tokens(0) == run.tokens(1) == expected
+    assert run.log.count("retract") >= 5
+    assert run.cached(1)[1] >= 128
+    assert "seldom needs" not in run.log
+    run.looked_for_what_it_needs(unused="decode ")
+
+
+def test_engine_with_kda_layers_in_a_ring(kda, tmp_path):
+    """One of them has bounded gates."""
+    model, tokens = kda
+    run = InRing(model, tmp_path, dict(enable_fp32_lm_head=True, disable_overlap_schedule=False))
+    run.agrees_with(tokens)
+    run.looked_for_what_it_needs()

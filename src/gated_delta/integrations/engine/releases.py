@@ -194,6 +194,7 @@ SGLANG = Release(
         "srt/mem_cache/kv_cache_configurator.py": {
             "KVCacheConfigurator._handle_max_mamba_cache": "3d8ae2d2",
             "KVCacheConfigurator._build_hybrid_req_pool": "248e123c",
+            "KVCacheConfigurator._build_hybrid_mamba_decode_req_pool": "a79b23ab",
         },
         "srt/mem_cache/memory_pool.py": {"MambaPool": "ac2a8405"},
         "srt/model_executor/runner/prefill_cuda_graph_runner.py": {
@@ -232,6 +233,35 @@ SGLANG = Release(
     ),
     plain_ngrams=2,
 )
+
+SGLANG_RING = Release(
+    SGLANG.package,
+    SGLANG.version,
+    {
+        "kernels/ops/attention/kda_fused_decode.py": {"covered": "14810ae7"},
+        "srt/disaggregation/decode.py": {"HybridMambaDecodeReqToTokenPool": "73c49282"},
+        "srt/managers/schedule_batch.py": {
+            "ScheduleBatch.prepare_for_decode": "28800b7a",
+            "ScheduleBatch.mix_with_running": "1b53d58b",
+        },
+        "srt/mem_cache/common.py": {"backup_kv_cache": "de8e1ae5"},
+        "srt/mem_cache/memory_pool.py": {
+            "ReqToTokenPool": "7855a602",
+            "HybridReqToTokenPool": "657d0f90",
+        },
+        "srt/mem_cache/unified_cache/components/mamba.py": {"prepare_for_caching_req": "803b3735"},
+        "srt/model_executor/model_runner.py": {
+            "ModelRunner._maybe_execute_deferred_mamba_cow_and_clear": "c8a00c5a",
+            "ModelRunner._forward_raw": "72e10b37",
+        },
+        "srt/model_executor/runner/decode_cuda_graph_runner.py": {
+            "build_replay_fb_view": "cce3a04f",
+            "DecodeCudaGraphRunner.capture_prepare": "7131043e",
+            "DecodeCudaGraphRunner.capture_one_shape": "e6c3f166",
+        },
+    },
+)
+"""What a ring depends on besides: who reads or moves a state, and when."""
 
 _VLLM_SHARED = {
     "forward_context.py": {"get_forward_context": "6abc6923"},

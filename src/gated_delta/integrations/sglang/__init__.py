@@ -17,7 +17,7 @@ from typing import Any
 from gated_delta import __version__
 from gated_delta.compile import flag
 from gated_delta.integrations.checks import in_chunks
-from gated_delta.integrations.sglang import kvbuffer, process, start
+from gated_delta.integrations.sglang import decode_ring, kvbuffer, process, ring, start
 from gated_delta.integrations.sglang.kernels import kernel_class
 
 _LINEAR = "sglang.srt.layers.attention.linear."
@@ -40,6 +40,7 @@ def register() -> None:
     """
     # First: the engine logs an error in it, and the flags do not get their choice.
     in_kvbuffer = flag("GATED_DELTA_SGLANG_KVBUFFER", False)
+    in_ring = flag("GATED_DELTA_SGLANG_RING", False)
     from sglang.srt.arg_groups import choices
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -64,6 +65,8 @@ def register() -> None:
     )
     if in_kvbuffer:
         kvbuffer.register()
+    if in_ring:
+        decode_ring.register()
 
 
 def _before_choices(server_args: Any) -> None:
@@ -82,11 +85,11 @@ def _allow_ring(resolve: Callable[[Any], None], server_args: Any) -> None:
 
     view = overrides.resolving_view(server_args)
     decode = view.linear_attn_decode_backend or view.linear_attn_backend
-    ring = decode == process.NAME and view.enable_linear_replayssm
-    if ring:
+    replayssm = decode == process.NAME and view.enable_linear_replayssm
+    if replayssm:
         overrides.declare_resolution(server_args, process.NAME, linear_attn_decode_backend="triton")
     resolve(server_args)
-    if ring:
+    if replayssm:
         overrides.declare_resolution(
             server_args, process.NAME, linear_attn_decode_backend=process.NAME
         )
@@ -107,7 +110,7 @@ def _after_resolve(backends: Any, *_: Any, **__: Any) -> Any:
             module = f"{_LINEAR}{layers.lower()}_backend.{layers}"
             hooks |= {
                 f"{module}KernelDispatcher.__init__": _fill_dispatcher,
-                f"{module}AttnBackend.__init__": start.check,
+                f"{module}AttnBackend.__init__": _prepare,
                 f"{module}AttnBackend.init_forward_metadata": _record_longest,
             }
         process.hook(hooks, "AFTER")
@@ -142,6 +145,12 @@ def _fill_dispatcher(_: None, dispatcher: Any, *__: Any, **___: Any) -> None:
     # The engine's line before says that its Triton kernels run all modes.
     served = f"{ours.layers} {', '.join(sorted(modes))} in place of {type(triton).__name__}"
     rank0_log("; ".join([f"gated_delta {__version__} serves {served}", *rest]))
+
+
+def _prepare(_: None, backend: Any, runner: Any, *__: Any, **___: Any) -> None:
+    """Loads a new attention backend's kernels, and gives it the ring."""
+    start.check(backend, runner)
+    ring.attach(backend)
 
 
 def _record_longest(_: None, backend: Any, batch: Any, *__: Any, **___: Any) -> None:

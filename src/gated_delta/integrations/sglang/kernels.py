@@ -113,7 +113,9 @@ class Operations:
     def _step(
         self, tokens: Tokens, given: Given, missing: str, engine: Any, ring: KVBuffer | None = None
     ) -> Tensor:
-        norm = self._norm(tokens, given)
+        norm, own_ring = self._norm(tokens, given), process.state.ring
+        if own_ring and own_ring.drafts:  # its rows are folded before a decode
+            own_ring = None
 
         def ours(backend: str) -> Tensor:
             q, k, v, a, b = tokens
@@ -124,10 +126,14 @@ class Operations:
             if ring:  # the engine advances its lengths, once per step
                 call |= dict(buffer=ring, buffer_indices=call["state_indices"])
                 call |= dict(buffer_lens=given["replayssm_write_pos"])
+            elif own_ring:
+                call |= own_ring.arguments(given["ssm_states"], q.shape[1])
             o = api.decode(**call, scale=given.get("scale"), backend=backend)
             return self._applied(o, norm, given).transpose(0, 1)
 
-        more = (" and norm" if norm else "") + (" with ReplaySSM's ring" if ring else "")
+        where = " with ReplaySSM's ring" if ring else " in a ring" if own_ring else ""
+        more = (" and norm" if norm else "") + where
+        engine = None if own_ring else engine  # which would not read the ring
         return self._run("decode", ours, engine, missing, tokens, given, more)
 
     def _norm(self, tokens: Tokens, given: Given) -> Given:
@@ -219,7 +225,11 @@ class Operations:
                     # A dummy run; the start loads no kernel for lines.
                     tree = torch.arange(-1, given["cache_steps"] - 1, device=bounds.device)
                     tree = tree.repeat(N, 1)
-                call |= dict(parents=tree, buffer=scratch, buffer_indices=rows)
+                ring = process.state.ring
+                if ring is not None and not process.state.trees:
+                    call |= ring.arguments(given["ssm_states"], N)
+                else:
+                    call |= dict(parents=tree, buffer=scratch, buffer_indices=rows)
                 return self._applied(api.verify(**call), norm, given)
             steps = dict(intermediate_states=scratch, intermediate_indices=rows)
             return self._applied(api.decode(**call, **steps, update_state=False), norm, given)
@@ -267,9 +277,10 @@ class Operations:
             except UnsupportedProblem as error:  # nothing was written
                 missing = state.refused[problem] = "; ".join(error.missing) or str(error)
         if missing and engine is None:
+            what = dict(verify="verifies drafts in a KVBuffer", decode="decodes in a ring")[mode]
+            variable = dict(verify="KVBUFFER", decode="RING")[mode]
             raise UnsupportedProblem(
-                "only gated_delta verifies drafts in a KVBuffer "
-                "(GATED_DELTA_SGLANG_KVBUFFER=0 turns it off); it needs",
+                f"only gated_delta {what} (GATED_DELTA_SGLANG_{variable}=0 turns it off); it needs",
                 (missing,),
             )
         if not missing:

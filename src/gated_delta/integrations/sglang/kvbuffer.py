@@ -17,11 +17,14 @@ from torch import Tensor
 from gated_delta import api
 from gated_delta.integrations.engine import card_check, load
 from gated_delta.integrations.sglang import process
+from gated_delta.integrations.sglang.ring import Ring, register_folds, rules
 from gated_delta.integrations.sglang.start import Layer
-from gated_delta.problem import KVBuffer
+from gated_delta.problem import MAX_BUFFER, KVBuffer, unique
 from gated_delta.replaced import replaced
 
-_POOLS = "sglang.srt.mem_cache.kv_cache_configurator"
+CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
+BUILDERS = ("_build_hybrid_req_pool", "_build_hybrid_mamba_decode_req_pool")
+"""Its methods that build the pool of states; the second is a decode server's."""
 _COMMIT = (
     "sglang.kernels.ops.mamba.mamba_state_scatter_triton.scatter_mamba_states_after_mtp_verify"
 )
@@ -33,10 +36,11 @@ class Drafts:
 
     Indexed by the engine's layer, as the scratch is; an item is the layer's KVBuffer.
     path: [requests, depth], of trees, the tokens accepted last, from `keep_path` to `commit`.
+    ring: the requests' rows, if accepted drafts stay in them until they lack room.
     """
 
-    def __init__(self, buffer: KVBuffer):
-        self.buffer = buffer
+    def __init__(self, buffer: KVBuffer, ring: Ring | None = None):
+        self.buffer, self.ring = buffer, ring
         self.path: Tensor | None = None
 
     def __getitem__(self, layer: int) -> KVBuffer:
@@ -47,11 +51,12 @@ def register() -> None:
     """Hooks into the engine where it sizes and builds its pools and commits accepted drafts."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    configurator = f"{_POOLS}.KVCacheConfigurator"
-    HookRegistry.register(f"{configurator}._handle_max_mamba_cache", _budget, HookType.AROUND)
-    HookRegistry.register(f"{configurator}._build_hybrid_req_pool", _replace, HookType.AFTER)
+    HookRegistry.register(f"{CONFIGURATOR}._handle_max_mamba_cache", _budget, HookType.AROUND)
+    for build in BUILDERS:
+        HookRegistry.register(f"{CONFIGURATOR}.{build}", _replace, HookType.AFTER)
     HookRegistry.register(_ACCEPTED, keep_path, HookType.BEFORE)
     HookRegistry.register(_COMMIT, commit, HookType.AROUND)
+    register_folds()
 
 
 def sizes(configurator: Any) -> dict[str, Any] | None:
@@ -64,47 +69,97 @@ def sizes(configurator: Any) -> dict[str, Any] | None:
     drafts, tree = max_speculative_num_draft_tokens(), process.trees()
     if drafts is None or "verify" not in process.chosen() or not process.supported():
         return None
-    params = (
-        configurator.hybrid_gdn_config or configurator.hybrid_kda_config
-    ) and configurator.mambaish_config.mamba2_cache_params
-    missing = "" if params else "GDN or KDA layers"
+    layer, missing = layer_of(configurator), ""
+    if layer is None:
+        missing = "GDN or KDA layers"
     if unfit := process.drafts_need(drafts, tree, in_kvbuffer=True):
         missing = unfit
     elif get_memory().enable_unified_memory or get_exec().mamba.enable_linear_replayssm_spec:
         missing = "the engine's plain pool, neither unified memory nor ReplaySSM"
-    if not missing:
-        HV, V, K = params.shape.temporal
-        kind = "KDA" if configurator.hybrid_kda_config else "GDN"
-        layer = Layer(
-            kind, params.shape.num_k_heads_per_tp, HV, K, V, configurator.model_config.dtype
-        )
-        axis = "channel" if kind == "KDA" else "head"
-        arguments = dict(
-            T=drafts, H=layer.H, HV=HV, K=K, V=V, gate=axis, device=configurator.device
-        )
-        state = torch.zeros(1, HV, V, K, dtype=params.dtype.temporal, device=configurator.device)
-        scratch = KVBuffer.empty(1, **arguments)
-        calls = layer.calls(state, scratch=scratch, drafts=drafts, tree=tree)
-        refused = load.refused(calls["verify"]) or card_check.failing(calls["verify"], process.LOG)
-        missing = "; ".join(refused.values())
-        if not missing:
-            layer_ids = configurator._get_mamba_layer_ids_for_req_pool()
-            return arguments | dict(num_layers=len(layer_ids))
+    if layer is not None and not missing:
+        for tokens in unique((_capacity(configurator, drafts, tree), drafts)):
+            arguments = rows_of(configurator, layer, tokens)
+            calls = layer.calls(
+                state_of(configurator, layer),
+                scratch=KVBuffer.empty(1, **arguments),
+                drafts=drafts,
+                tree=tree,
+            )["verify"]
+            refused = load.refused(calls) or card_check.failing(calls, process.LOG)
+            missing = "; ".join(refused.values())
+            if not missing:
+                layer_ids = configurator._get_mamba_layer_ids_for_req_pool()
+                return arguments | dict(num_layers=len(layer_ids))
     process.LOG.warning(
         "gated_delta leaves the engine's scratch for drafts as it is; a KVBuffer needs %s", missing
     )
     return None
 
 
+def _capacity(configurator: Any, drafts: int, tree: bool) -> int:
+    """Tokens of a row: several verifies' if accepted drafts may stay in it, else one's."""
+    from sglang.srt.environ import envs
+    from sglang.srt.runtime_context import get_disagg
+
+    kept = {
+        "drafts that are lines": not tree,
+        "a server that prefills too": get_disagg().disaggregation_mode == "null",
+        "SGLANG_ENABLE_OVERLAP_PLAN_STREAM=0": not envs.SGLANG_ENABLE_OVERLAP_PLAN_STREAM.get(),
+        **rules(configurator),
+    }
+    if missing := next((rule for rule, held in kept.items() if not held), ""):
+        process.LOG.info("gated_delta folds drafts after every verify; seldom needs %s", missing)
+        return drafts
+    return min(4 * drafts, MAX_BUFFER)
+
+
+def layer_of(configurator: Any) -> Layer | None:
+    """The linear layers of this pool configurator's engine; None if they are others than ours."""
+    if not (configurator.hybrid_gdn_config or configurator.hybrid_kda_config):
+        return None
+    shape = configurator.mambaish_config.mamba2_cache_params.shape
+    kind = "KDA" if configurator.hybrid_kda_config else "GDN"
+    HV, V, K = shape.temporal
+    return Layer(kind, shape.num_k_heads_per_tp, HV, K, V, configurator.model_config.dtype)
+
+
+def rows_of(configurator: Any, layer: Layer, tokens: int) -> dict[str, Any]:
+    """Arguments of KVBuffer.empty except its rows and layers."""
+    axis = "channel" if layer.layers == "KDA" else "head"
+    sizes = dict(H=layer.H, HV=layer.HV, K=layer.K, V=layer.V)
+    return dict(T=tokens, gate=axis, device=configurator.device, **sizes)
+
+
+def state_of(configurator: Any, layer: Layer) -> Tensor:
+    """A pool of one slot."""
+    dtype = configurator.mambaish_config.mamba2_cache_params.dtype.temporal
+    size = 1, layer.HV, layer.V, layer.K
+    return torch.zeros(size, dtype=dtype, device=configurator.device)
+
+
+def requests_of(configurator: Any) -> int | None:
+    """The most requests that the pool has rows for, besides row 0; None if memory decides.
+
+    A decode server has more of them, for requests whose prefill's states are on their way.
+    """
+    from sglang.srt.runtime_context import get_disagg, get_schedule
+
+    running, disagg = get_schedule().max_running_requests, get_disagg()
+    if running is None:
+        return None
+    decodes = disagg.disaggregation_mode == "decode" or disagg.enable_pd_role_switch
+    early = disagg.disaggregation_decode_extra_slots if decodes else 0
+    return max(1, running // configurator.attn_dp_size) + (early or 0)
+
+
 def _budget(original: Any, configurator: Any, rest: float) -> float:
     """Reserves a KVBuffer's memory for drafts, in GiB, when the engine divides what is left."""
     import sglang.srt.mem_cache.kv_cache_configurator as module
-    from sglang.srt.runtime_context import get_schedule
 
     arguments = sizes(configurator)
-    if arguments is None:
+    if arguments is None or module._pd_prefill_skips_mamba_spec_state():  # it verifies nothing
         return original(configurator, rest)
-    rows = max(1, get_schedule().max_running_requests // configurator.attn_dp_size) + 1
+    rows = (requests_of(configurator) or 0) + 1  # the engine requires a number beside drafts
     reserved = KVBuffer.empty(rows, **arguments | dict(device="meta")).nbytes / 2**30
     # As in the engine's prefill-only processes, it reserves no memory for states of drafts.
     with replaced(module, "_pd_prefill_skips_mamba_spec_state", lambda: True):
@@ -117,7 +172,11 @@ def _replace(requests: Any, configurator: Any, **_: Any) -> None:
     scratch = getattr(pool.mamba_cache, "intermediate_ssm", None)
     if arguments is None or not isinstance(scratch, Tensor):
         return
-    drafts = Drafts(KVBuffer.empty(scratch.shape[1], **arguments))
+    buffer, ring = KVBuffer.empty(scratch.shape[1], **arguments), None
+    if buffer.u.shape[2] > scratch.shape[2]:
+        ring = process.state.ring = Ring(pool.mamba_cache.temporal, buffer, scratch.shape[2])
+        ring.follow(requests)
+    drafts = Drafts(buffer, ring)
     pool.mamba_cache = dataclasses.replace(pool.mamba_cache, intermediate_ssm=drafts)
     pool.mem_usage += (drafts.buffer.nbytes - scratch.nbytes) / 2**30
     process.LOG.info(load.drafts_line(drafts.buffer.nbytes, scratch.nbytes))
@@ -150,7 +209,8 @@ def commit(
 
     Of trees last_steps[n] is the last token on the path that `keep_path` has. First copies the
     state after track_steps[n] to track_slots[n], if the prefix cache asks for an earlier state.
-    `original` then moves the convolutions' windows.
+    With a ring they stay in rows that have room for another verify's drafts. `original` then moves
+    the convolutions' windows.
     """
     drafts = caches.intermediate_ssm
     if isinstance(drafts, Drafts):
@@ -158,25 +218,31 @@ def commit(
         if path is None and process.trees():
             raise RuntimeError(f"expected a call of {_ACCEPTED}, which has the accepted tokens")
 
+        N, ring = len(slots), drafts.ring
+        rows = ring.step_rows[:N] if ring else src_indices_raw
+        before = ring.step_lens[:N] if ring else 0
+
         def count(steps: Tensor) -> Tensor:
-            """The number of accepted tokens up to these steps."""
+            """The number of accepted tokens up to these steps, and of those before them."""
             if path is None:
-                return steps + 1
+                return steps + 1 + before
             return ((path >= 0) & (path <= steps[:, None])).sum(1)
 
         given: dict[str, Any] = dict(
             path=path,
             state_indices=slots,
-            buffer_indices=src_indices_raw,
+            buffer_indices=rows,
             null_index=0,
             backend=process.backend_for(slots),
         )
         if track_slots is not None and track_steps is not None:
-            N = len(slots)
             tracked = torch.where(track_steps[:N] >= 0, track_slots[:N], -1)
             counts = count(track_steps[:N])
             api.flush(caches.temporal, drafts.buffer, counts, write_indices=tracked, **given)
-        api.flush(caches.temporal, drafts.buffer, count(last_steps), **given)
+        if ring:
+            ring.keep(last_steps[:N] + 1, slots)
+        else:
+            api.flush(caches.temporal, drafts.buffer, count(last_steps), **given)
         # `original` skips a tensor without elements.
         caches = dataclasses.replace(caches, temporal=caches.temporal[:0])
     original(caches, slots, last_steps, track_slots, track_steps, src_indices_raw=src_indices_raw)

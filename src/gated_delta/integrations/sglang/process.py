@@ -27,6 +27,7 @@ FLAGS = dict(
 )
 CHUNK = 64
 """A prefill keeps states for the prefix cache after multiples of so many tokens."""
+RING_NEEDS = "a ring in SGLang (GATED_DELTA_SGLANG_RING=0 turns it off) needs"
 LOG = logging.getLogger("gated_delta.integrations.sglang")
 
 
@@ -43,6 +44,7 @@ class State:
     when its tensor does. Only `sglang` writes it, once for each batch.
     norms: per layer's A_log, by identity, the norm that our calls include. splitting: the one whose
     layer splits its projection next.
+    ring: the `ring.Ring` of the engine's pool, if decode has one.
     """
 
     deterministic: bool = False
@@ -53,6 +55,7 @@ class State:
     max_seqlen: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
     norms: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
     splitting: Any = None
+    ring: Any = None
 
     def count(self, layers: str, mode: str, route: str, missing: str = "") -> None:
         """missing: why the engine's own kernel ran; "" if ours did."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from gated_delta.integrations.checks import gate_of
 from gated_delta.integrations.engine import card_check, load
 from gated_delta.integrations.sglang import conv, cuts, graphs, kernels, norm, process
-from gated_delta.problem import GatedNorm, KVBuffer, ShortConv
+from gated_delta.problem import GatedNorm, KVBuffer, ShortConv, UnsupportedProblem
 
 
 class Layer(NamedTuple):
@@ -60,12 +60,13 @@ class Layer(NamedTuple):
         drafts: int = 0,
         ring: KVBuffer | None = None,
         tree: bool = False,
+        folds: bool = False,
     ) -> dict[str, list[load.Call]]:
         """Calls on this pool of states, by mode.
 
         tracked: prefill also keeps states inside a prompt. scratch: of the engine, for `drafts`
-        tokens; without it there is no verify. ring: of ReplaySSM, for decode. tree: drafts are
-        trees, which only a KVBuffer takes.
+        tokens; without it there is no verify. ring: of ReplaySSM, or ours, for decode. tree: drafts
+        are trees, which only a KVBuffer takes. folds: the ring is ours, and flush folds it.
         """
         device, zero = state.device, torch.zeros(1, dtype=torch.int32, device=state.device)
 
@@ -88,6 +89,9 @@ class Layer(NamedTuple):
         if ring and not kernels.ring_lacks(ring):
             rows = dict(buffer=ring, buffer_indices=zero, buffer_lens=zero)
             calls["decode"] = [("decode", decode | rows)]
+            if folds:
+                flush = pool | dict(buffer=ring, buffer_indices=zero, num_accepted=zero)
+                calls["decode"].append(("flush", flush))
         if tracked:
             checkpoints = state.new_zeros(1, 1, *state.shape[1:])
             more = dict(checkpoint_lens=zero[:, None], checkpoints=checkpoints)
@@ -98,9 +102,11 @@ class Layer(NamedTuple):
         if scratch is None or (tree and not in_kvbuffer):
             return calls
         draft = steps(drafts) | dict(cu_seqlens=bounds(drafts))
-        if in_kvbuffer:
+        if isinstance(scratch, KVBuffer):
             buffer = dict(buffer=scratch, buffer_indices=zero)
             verify, flush = draft | buffer, pool | buffer | dict(num_accepted=zero)
+            if scratch.u.shape[1] > drafts:  # accepted drafts stay in the row
+                verify |= dict(buffer_lens=zero)
             if tree:
                 verify |= dict(parents=zero.new_full((1, drafts), -1))
                 flush |= dict(path=zero[:, None])
@@ -111,11 +117,12 @@ class Layer(NamedTuple):
         return calls
 
 
-def check(_: None, backend: Any, runner: Any, *__: Any, **___: Any) -> None:
+def check(backend: Any, runner: Any) -> None:
     """Loads the kernels that the layers of a new attention backend launch in our modes.
 
     A mode that our kernels cannot run, or whose check on this card they fail, is a warning in the
-    log. Raises UnsupportedProblem if kernels are missing and cannot be compiled, or may not be.
+    log. Raises UnsupportedProblem if kernels are missing and cannot be compiled, or may not be,
+    or if decode has a ring and our kernels cannot run it.
     """
     from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
     from sglang.srt.runtime_context import get_exec, max_speculative_num_draft_tokens
@@ -138,16 +145,30 @@ def check(_: None, backend: Any, runner: Any, *__: Any, **___: Any) -> None:
         caches = runner.req_to_token_pool.mamba2_layer_cache(layer_id)
         scratch = getattr(caches, "intermediate_ssm", None)
         tracked = get_exec().mamba.enable_mamba_extra_buffer
-        ring = None
-        if get_exec().mamba.enable_linear_replayssm:
+        ring, own_ring = None, process.state.ring
+        if own_ring and own_ring.drafts:
+            own_ring = None
+        if own_ring:
+            ring = own_ring.arguments(caches.temporal, 1)["buffer"]
+        elif get_exec().mamba.enable_linear_replayssm:
             given = {f"replayssm_{x}": getattr(caches, f"replayssm_{x}") for x in "dkg"}
             ring = kernels.ring_of(given | dict(lower_bound=layer.lower_bound))
-        by_mode = layer.calls(caches.temporal, tracked, scratch, drafts, ring, process.state.trees)
+        by_mode = layer.calls(
+            caches.temporal,
+            tracked,
+            scratch,
+            drafts,
+            ring,
+            process.state.trees,
+            folds=own_ring is not None,
+        )
         for mode in sorted(process.chosen() & by_mode.keys()):
             calls = by_mode[mode]
             refused = load.refused(calls) or card_check.failing(calls, process.LOG)
             if refused:
                 why = process.state.left[kind, mode] = "; ".join(refused.values())
+                if own_ring and mode == "decode":
+                    raise UnsupportedProblem(process.RING_NEEDS, tuple(refused.values()))
                 process.LOG.warning(
                     f"gated_delta leaves {kind} {mode} to the engine's kernel; ours needs {why}"
                 )
