@@ -98,6 +98,24 @@ class Steps:
         self.scheduler.update_from_output(batch, ModelRunnerOutput(names, rows, sampled))
         return batch.num_scheduled_tokens
 
+    def cuts(self, tokens: int, decodes: int, prompts: int) -> list[int]:
+        """Where a prompt beside others is cut: the end of its cached prefix, and of its parts."""
+        from vllm.v1.request import RequestStatus
+
+        others = [self.add(f"decode {n}", [5 + n] * (5 + n)) for n in range(decodes)]
+        while any(x.num_computed_tokens < x.num_prompt_tokens for x in others):
+            self.step()
+        for n in range(prompts):
+            self.add(f"prompt {n}", [n] * (tokens - 7 * n - 7))
+        ours, cuts = self.add("ours", [tokens % 97] * tokens), set()
+        while ours.num_computed_tokens < tokens:
+            computed = self.step().get("ours", 0)
+            cuts |= {ours.num_computed_tokens - computed, ours.num_computed_tokens}
+        self.scheduler.finish_requests(
+            list(self.scheduler.requests), RequestStatus.FINISHED_ABORTED
+        )
+        return sorted(cuts - {0, tokens})
+
 
 H, HV, V, K, WIDTH = 1, 2, 8, 8, 4
 CHANNELS = 2 * H * K + HV * V
@@ -540,7 +558,8 @@ class Runner(Steps):
                 self.add(f"{added}", text, self.random.randrange(1, 60))
                 added += 1
             chance = self.random.random()
-            if chance < 0.02 and len(self.scheduler.running) > 1:
+            forced = chance < 0.02 and not self.asynchronous  # its last answer is on the way
+            if forced and len(self.scheduler.running) > 1:
                 self.scheduler._preempt_request(self.scheduler.running.pop(), time.monotonic())
             elif chance < 0.03 and self.scheduler.requests:
                 name = self.random.choice(sorted(self.scheduler.requests))

@@ -203,11 +203,15 @@ def _lacks_of_runner(layer: Any, vllm_config: Any) -> dict[str, bool]:
         }
     v1, drafts = not vllm_config.use_v2_model_runner, 1 + layer.num_spec
     extra = connector.kv_connector_extra_config if connector is not None else {}
+    extras = [extra, *(x.get("kv_connector_extra_config", {}) for x in extra.get("connectors", ()))]
     return {
         # The first one copies an accepted token's state, and saves before it samples.
         "--no-enable-prefix-caching, or VLLM_USE_V2_MODEL_RUNNER=1": cached and v1,
         "no KV connector, or VLLM_USE_V2_MODEL_RUNNER=1": connector is not None and v1,
-        "no bidirectional_kv_xfer of a KV connector": bool(extra.get("bidirectional_kv_xfer")),
+        # It sends a state that drafts may follow, between blocks.
+        "no bidirectional_kv_xfer of a KV connector": any(
+            x.get("bidirectional_kv_xfer") for x in extras
+        ),
         f"--block-size {drafts} or more, got {block}": cached and (block or 0) < drafts,
     }
 
