@@ -401,8 +401,12 @@ class Runner(Steps):
             assert len(text) == n + s
             texts.append((text, n))
         out = self.forward([x for text, n in texts for x in text[n:]], inputs, self._tables())
-        expected = [self.truth.after(text[: i + 1])[1] for text, n in texts for i in range(n, len(text))]
-        torch.testing.assert_close(out.double(), torch.stack(expected).expand(4, -1, -1, -1), **NEAR)
+        expected = [
+            self.truth.after(text[: i + 1])[1] for text, n in texts for i in range(n, len(text))
+        ]
+        torch.testing.assert_close(
+            out.double(), torch.stack(expected).expand(4, -1, -1, -1), **NEAR
+        )
         answers, sampled = self._sample(requests, texts, drafts, inputs)
         self.model.postprocess_state(rows, sampled, self.computed)
         self.save()
