@@ -1,12 +1,13 @@
 """vLLM's scheduler, and a stand-in for the GPU's part of its second model runner, on a CPU.
 
-The scheduler, its cache manager, the metadata's builders and MambaHybridModelState are vLLM's. Torch
-does what its Triton kernels do: the copies of states between block columns, and the counts.
+The scheduler, its cache manager, the metadata's builders and MambaHybridModelState are vLLM's.
+Torch does what its Triton kernels do: copies of states between block columns, and counts.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 import time
 from pathlib import Path
@@ -160,7 +161,7 @@ class Truth:
 def conv_prefill(x: Any, weight: Any, bias: Any, **kw: Any) -> torch.Tensor:
     """vLLM's convolution of whole sequences: x [D, tokens]."""
     out, starts = torch.zeros_like(x), kw["query_start_loc"].tolist()
-    for n, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
+    for n, (start, end) in enumerate(itertools.pairwise(starts)):
         slot, width = int(kw["cache_indices"][n]), weight.shape[1] - 1
         if start == end or slot == 0:
             continue
@@ -186,8 +187,8 @@ SEEN = (
     "short of a block",
     "checked",
 )
-"""What a run must meet. hit: of a cached prefix. idle: a dummy batch. past, short of: with drafts of
-which the accepted ones end in the next block, or the first one alone does not."""
+"""What a run meets. hit: of a cached prefix. idle: a dummy batch. past, short of: drafts end in the
+next block, and the accepted ones do or do not."""
 
 
 NEAR = dict(rtol=1e-4, atol=1e-5)
@@ -273,11 +274,11 @@ class Runner(Steps):
     shapes = (WIDTH - 1 + 3, CHANNELS), (HV, V, K)
 
     def __init__(self, monkeypatch: Any, seed: int, **options: Any):
-        from gated_delta.integrations.vllm import commit, kvbuffer, layers, process
         from vllm.model_executor.layers.mamba.ops import causal_conv1d
-        from vllm.v1.attention.backend import CommonAttentionMetadata  # noqa: F401
         from vllm.v1.worker.gpu.model_states import default, mamba_hybrid, recoverssm
         from vllm.v1.worker.utils import AttentionGroup
+
+        from gated_delta.integrations.vllm import commit, kvbuffer, layers, process
 
         self.monkeypatch = monkeypatch
         self.asynchronous = options.pop("asynchronous", False)
@@ -411,7 +412,7 @@ class Runner(Steps):
         self.model.postprocess_state(rows, sampled, self.computed)
         self.save()
         self._note(texts, drafts, answers, inputs)
-        return {name: answer for name, answer in zip(names, answers, strict=True)}
+        return dict(zip(names, answers, strict=True))
 
     def _sample(self, requests: Any, texts: Any, drafts: Any, inputs: Any) -> Any:
         answers = []
@@ -547,7 +548,6 @@ class Runner(Steps):
 
     def serve(self, most: int) -> None:
         """So many requests, at random: new texts, and texts that go on; all must end."""
-        from vllm.v1.core.sched.output import SchedulerOutput  # noqa: F401
         from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
         from vllm.v1.request import RequestStatus
 

@@ -121,7 +121,8 @@ def slots_of(m: Metadata, counts: Counts) -> tuple[Tensor, Tensor]:
 
     Where the accepted tokens end with the block both are one slot: then it is the last one alone.
     """
-    assert m.step is not None and m.block_table is not None
+    assert m.step is not None
+    assert m.block_table is not None
     rows, table = m.step.rows, m.block_table
     at_end = table[rows, counts.boundary_column].where(counts.boundary > 0, NULL_BLOCK_ID)
     return at_end, table[rows, counts.column]
