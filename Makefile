@@ -85,7 +85,8 @@ $(SGLANG)/.ready: pyproject.toml Makefile tests/engines/sglang.txt | $(WHEELS)
 
 # The plug-in in vLLM on a CPU, from a build on PyPI that is not vLLM's own.
 test-vllm: $(VLLM)/.ready
-	PYTHONPATH=tests/engines/site $(VLLM)/bin/pytest -n 2 tests/engines/test_vllm.py
+	PYTHONPATH=tests/engines/site $(VLLM)/bin/pytest -n 2 tests/engines/test_vllm.py \
+		tests/engines/test_vllm_prefixes.py
 
 # PyPI's torchaudio and torchcodec are for CUDA.
 $(VLLM)/.ready: pyproject.toml Makefile | $(WHEELS)

@@ -17,6 +17,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
+import vllm_steps
 from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextForgetGate
 
 import gated_delta
@@ -472,85 +473,6 @@ def test_segments_of_which_all_cuts_are_multiples(
     assert vllm_cuts.segment(config, changed.get("prefix_match_unit")) == tokens
 
 
-class Steps:
-    """vLLM's scheduler and its cache of a hybrid model: prompts in steps, without a model."""
-
-    def __init__(self, block: int, unit: int | None = None, **options: Any):
-        from vllm.engine.arg_utils import EngineArgs
-        from vllm.utils.hashing import sha256
-        from vllm.v1 import kv_cache_interface as kv
-        from vllm.v1.core import kv_cache_utils
-
-        options = dict(max_num_batched_tokens=2048, enable_prefix_caching=True) | options
-        options |= dict(model=str(TRAINED), dtype="float32", skip_tokenizer_init=True)
-        options |= dict(prefix_match_unit=unit, block_size=block, async_scheduling=False)
-        config = EngineArgs(**options).create_engine_config()
-        cache = config.cache_config
-        cache.block_size, cache.num_gpu_blocks = block, 2**16 // block
-        if cache.mamba_cache_mode == "align":
-            cache.mamba_block_size = block
-        attention = kv.FullAttentionSpec(
-            block_size=block, num_kv_heads=1, head_size=16, dtype=torch.float32
-        )
-        states = kv.MambaSpec(
-            block_size=cache.mamba_block_size,
-            shapes=((3, 8), (4, 16, 8)),
-            dtypes=(torch.float32, torch.float32),
-            mamba_cache_mode=cache.mamba_cache_mode,
-        )
-        specs = dict(attention=attention, states=states)
-        groups = [kv.KVCacheGroupSpec([name], spec) for name, spec in specs.items()]
-        blocks = kv.KVCacheConfig(cache.num_gpu_blocks, [], groups)
-        block, unit = kv_cache_utils.resolve_kv_cache_block_sizes(blocks, config)
-        kv_cache_utils.init_none_hash(sha256)
-        self.hasher = kv_cache_utils.get_request_block_hasher(unit, sha256)
-        self.scheduler = config.scheduler_config.get_scheduler_cls()(
-            vllm_config=config,
-            kv_cache_config=blocks,
-            structured_output_manager=SimpleNamespace(accept_tokens=lambda *_: True),
-            block_size=block,
-            hash_block_size=unit,
-        )
-
-    def add(self, name: str, tokens: int) -> Any:
-        from vllm.sampling_params import SamplingParams
-        from vllm.v1.request import Request
-
-        sampling = SamplingParams(max_tokens=64, ignore_eos=True)
-        request = Request(name, [tokens % 97] * tokens, sampling, None, block_hasher=self.hasher)
-        self.scheduler.add_request(request)
-        return request
-
-    def step(self) -> dict[str, int]:
-        """The tokens of each request in that step."""
-        from vllm.v1.outputs import ModelRunnerOutput
-
-        batch = self.scheduler.schedule()
-        names = list(batch.num_scheduled_tokens)
-        sampled = [[7] * (not self.scheduler.requests[x].is_prefill_chunk) for x in names]
-        rows = {name: row for row, name in enumerate(names)}
-        self.scheduler.update_from_output(batch, ModelRunnerOutput(names, rows, sampled))
-        return batch.num_scheduled_tokens
-
-    def cuts(self, tokens: int, decodes: int, prompts: int) -> list[int]:
-        """Where a prompt beside others is cut: the end of its cached prefix, and of its parts."""
-        from vllm.v1.request import RequestStatus
-
-        others = [self.add(f"decode {n}", 5 + n) for n in range(decodes)]
-        while any(x.num_computed_tokens < x.num_prompt_tokens for x in others):
-            self.step()
-        for n in range(prompts):
-            self.add(f"prompt {n}", tokens - 7 * n - 7)
-        ours, cuts = self.add("ours", tokens), set()
-        while ours.num_computed_tokens < tokens:
-            computed = self.step().get("ours", 0)
-            cuts |= {ours.num_computed_tokens - computed, ours.num_computed_tokens}
-        self.scheduler.finish_requests(
-            list(self.scheduler.requests), RequestStatus.FINISHED_ABORTED
-        )
-        return sorted(cuts - {0, tokens})
-
-
 @pytest.fixture
 def aligned(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The plug-in's hook, for one test."""
@@ -577,7 +499,7 @@ def aligned(monkeypatch: pytest.MonkeyPatch) -> Any:
 )
 def test_every_cut_is_on_the_grid(settings: dict[str, Any], aligned: Any) -> None:
     """By vLLM's own scheduler, beside decodes and other prompts; the second time from the cache."""
-    steps, parts = Steps(**settings), 0
+    steps, parts = vllm_steps.Steps(**settings), 0
     for tokens in (65, 1520, 2049, 3999):
         for decodes, prompts in (0, 0), (3, 0), (1, 2), (100, 0), (100, 3):
             for _ in range(2):
@@ -593,7 +515,7 @@ def test_a_scheduler_off_the_grid_does_not_start(aligned: Any) -> None:
     """By the sizes that vLLM resolves for the whole cache."""
     for sizes, needed in ((64, 32), "--prefix-match-unit 64, .* 32"), ((96,), "--block-size 128"):
         with pytest.raises(RuntimeError, match=f"the scheduler needs {needed}"):
-            Steps(*sizes)
+            vllm_steps.Steps(*sizes)
 
 
 def test_a_cut_in_front_of_an_image(aligned: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -953,6 +875,7 @@ class Stack:
                 kv_cache=(None, self.storage[pool]),
                 kvbuffer=self.buffer.layer(i),
                 ring=ring,
+                buffered=not ring,
                 null_index=0,
                 backend="reference",
             )
@@ -1038,9 +961,10 @@ def test_rows_lie_behind_the_states(channels: bool, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("even", [True, False])
-@pytest.mark.parametrize("v2", [True, False])
-def test_folding_after_sampling(v2: bool, even: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In both model runners; drafts beside a prompt; layers that lie unevenly in the cache."""
+def test_folding_after_sampling(even: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the first model runner; drafts beside a prompt; layers that lie unevenly in the cache."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
     from gated_delta.integrations.vllm import kvbuffer as vllm_kvbuffer
     from gated_delta.integrations.vllm import process as vllm_process
 
@@ -1053,25 +977,45 @@ def test_folding_after_sampling(v2: bool, even: bool, monkeypatch: pytest.Monkey
             num_decodes=0,
             spec_sequence_masks_cpu=torch.tensor([True, False, True, False]),  # the last: padding
             spec_state_indices_tensor=torch.tensor([[3], [1]]),
+            step=None,
         )
     )
     expected = stack.flushed([2, 1], [3, 1])
     monkeypatch.setattr(vllm_process, "layers", builder.layers)
-    runner, name = vllm_kvbuffer.runner_of(v2)
-    monkeypatch.setattr(runner, name, lambda *_: None)
-    vllm_kvbuffer.fold_after_sampling.__wrapped__(v2)
+    name = "_update_states_after_model_execute"
+    monkeypatch.setattr(GPUModelRunner, name, lambda *_: None)
+    vllm_kvbuffer.fold_after_sampling.__wrapped__()
     sampled = torch.tensor([2, 3, 0])  # 3: no drafts; 0: a request inside its prompt
     counted = SimpleNamespace(num_accepted_tokens=SimpleNamespace(gpu=sampled))
     for _ in range(2):  # once
-        getattr(runner, name)(counted, sampled, sampled)
+        getattr(GPUModelRunner, name)(counted, sampled, sampled)
         assert torch.equal(stack.storage, expected)
+
+
+CONNECTOR = SimpleNamespace(kv_connector_extra_config={})
+BOTH_WAYS = SimpleNamespace(
+    kv_connector_extra_config=dict(
+        connectors=[dict(kv_connector_extra_config=dict(bidirectional_kv_xfer=True))]
+    )
+)
 
 
 @pytest.mark.parametrize(
     ("changed", "needed"),
     [
         ({}, ""),
-        (dict(mamba_cache_mode="align"), "--no-enable-prefix-caching"),
+        (dict(mamba_cache_mode="align", use_v2_model_runner=True), ""),
+        (dict(mamba_cache_mode="align"), "--no-enable-.*, or VLLM_USE_V2_MODEL_RUNNER=1"),
+        (
+            dict(mamba_cache_mode="align", use_v2_model_runner=True, mamba_block_size=3),
+            "--block-size 4 or more, got 3",
+        ),
+        (dict(kv_transfer_config=CONNECTOR, use_v2_model_runner=True), ""),
+        (dict(kv_transfer_config=CONNECTOR), "no KV connector, or VLLM_USE_V2_MODEL_RUNNER=1"),
+        (
+            dict(kv_transfer_config=BOTH_WAYS, use_v2_model_runner=True),
+            "no bidirectional_kv_xfer of a KV connector",
+        ),
         (dict(pipeline_parallel_size=2), "--pipeline-parallel-size 1"),
         (dict(refused=dict(flush="K=96")), "every operation on gated_delta.* lack K=96"),
         (dict(backend="K3's"), "vLLM's metadata for GDN, not Kimi K3's"),
@@ -1079,7 +1023,7 @@ def test_folding_after_sampling(v2: bool, even: bool, monkeypatch: pytest.Monkey
         (dict(left=dict(decode="more than 15 draft tokens")), None),  # vLLM's states stay
         (dict(ring=True), ""),
         (dict(ring=True, num_spec=3), "no draft tokens"),
-        (dict(ring=True, kv_transfer_config="a connector's"), "no KV connector"),
+        (dict(ring=True, kv_transfer_config=CONNECTOR), "no KV connector"),
         (dict(ring=True, num_spec=16, left=dict(decode="16 drafts")), "every .*lack 16 drafts; no"),
         (dict(ring=True, mamba_cache_mode="align"), "--no-enable-prefix-caching"),
         (dict(ring=True, left=dict.fromkeys(("decode", "prefill"), "declined")), None),
@@ -1098,7 +1042,8 @@ def test_what_a_kvbuffer_needs(
     case |= dict(use_ubatching=False, kv_transfer_config=None, replayssm_buffer_len=33, ring=False)
     case |= changed
     switch = vllm_kvbuffer.RING if case["ring"] else vllm_kvbuffer.DRAFTS
-    config = SimpleNamespace(enable_chunked_prefill=True, use_v2_model_runner=False, **case)
+    case = dict(use_v2_model_runner=False, mamba_block_size=16) | case
+    config = SimpleNamespace(enable_chunked_prefill=True, **case)
     config.scheduler_config = config.cache_config = config.parallel_config = config
 
     class Layer(vllm_layers.Core):
@@ -1121,7 +1066,9 @@ def test_what_a_kvbuffer_needs(
     monkeypatch.setattr(vllm_layers, "get_current_vllm_config", lambda: config)
     monkeypatch.setattr(vllm_layers.start, "left_to_vllm", lambda *_: case["left"])
     monkeypatch.setattr(vllm_layers.start, "missing", lambda *_: case["refused"])
-    monkeypatch.setattr(vllm_kvbuffer, "fold_after_sampling", lambda v2: None)
+    hooked: list[str] = []
+    monkeypatch.setattr(vllm_kvbuffer, "fold_after_sampling", lambda: hooked.append("first"))
+    monkeypatch.setattr(vllm_layers.commit, "at_recoverssm_seam", lambda: hooked.append("second"))
     monkeypatch.setattr(base, "get_attn_backend", lambda layer: case["backend"])
     if needed:
         reason = f"{switch}=1: model.layers.0 needs {needed}"
@@ -1129,7 +1076,9 @@ def test_what_a_kvbuffer_needs(
             Layer()
     else:
         in_kvbuffer = needed is not None
+        runner = "second" if case["use_v2_model_runner"] else "first"
         assert (Layer().get_attn_backend() is vllm_kvbuffer.Backend) == in_kvbuffer
+        assert hooked == [runner] * (in_kvbuffer and not case["ring"])
 
 
 def test_the_length_of_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:

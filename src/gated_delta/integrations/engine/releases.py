@@ -277,9 +277,22 @@ _VLLM_SHARED = {
     },
     "models/glm5next/common/kda.py": {"Glm5NextLinearAttention": "b5b75796"},
     "v1/attention/backends/utils.py": {"compute_causal_conv1d_metadata": "a0d536df"},
+    "v1/attention/backend.py": {"CommonAttentionMetadata.compute_num_computed_tokens": "923900fb"},
+    "v1/attention/backends/recoverssm_metadata.py": {
+        "RecoverSSMMetadata": "2c9451fb",
+        "RecoverSSMPostprocessMetadata": "4d18b554",
+    },
     "v1/kv_cache_interface.py": {"MambaSpec": "4c558afe"},
-    "v1/worker/gpu/model_states/mamba_hybrid.py": {
-        "MambaHybridModelState.postprocess_state": "2e867439"
+    "v1/worker/gpu/attn_utils.py": {"build_attn_metadata": "b3c75c4c"},
+    "v1/worker/gpu/model_states/mamba_hybrid.py": {"MambaHybridModelState": "625b3ed9"},
+    "v1/worker/gpu/model_states/recoverssm.py": {
+        "RecoverSSMState": "98671773",
+        "_postprocess_recoverssm_align_kernel": "29648286",
+    },
+    "v1/worker/mamba_utils.py": {
+        "postprocess_mamba_fused_kernel": "26ab5c22",
+        "precopy_mamba_align_fused_kernel": "7a3cba6c",
+        "preprocess_mamba_align_fused_kernel": "acd1e5f5",
     },
     "v1/worker/gpu_model_runner.py": {
         "GPUModelRunner._update_states_after_model_execute": "46463783"
@@ -338,6 +351,9 @@ VLLM = {
                 "Scheduler._reserve_prefill_lookahead": "82ed3d45",
                 "Scheduler.schedule": "4da54307",
             },
+            "v1/core/single_type_kv_cache_manager.py": {"MambaManager": "3ed8e8d4"},
+            "v1/worker/gpu/kv_connector.py": {"ActiveKVConnector": "b68d8834"},
+            "v1/worker/gpu/model_runner.py": {"GPUModelRunner.sample_tokens": "63725582"},
         },
         _VLLM_MODELS,
     ),
@@ -378,6 +394,9 @@ VLLM = {
                 "Scheduler._reserve_prefill_lookahead": "82ed3d45",
                 "Scheduler.schedule": "f3e5d677",
             },
+            "v1/core/single_type_kv_cache_manager.py": {"MambaManager": "88862459"},
+            "v1/worker/gpu/kv_connector.py": {"ActiveKVConnector": "a8799d32"},
+            "v1/worker/gpu/model_runner.py": {"GPUModelRunner.sample_tokens": "3b84e378"},
         },
         _VLLM_MODELS,
     ),

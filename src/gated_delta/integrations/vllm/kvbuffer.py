@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.platforms.interface import Platform
 from vllm.v1 import kv_cache_interface
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionBackend, GDNAttentionMetadataBuilder
@@ -23,7 +24,7 @@ from vllm.v1.attention.backends.gdn_attn import GDNAttentionBackend, GDNAttentio
 from gated_delta import api
 from gated_delta.compile import flag
 from gated_delta.integrations.engine import load
-from gated_delta.integrations.vllm import process
+from gated_delta.integrations.vllm import commit, process
 from gated_delta.integrations.vllm.start import DEVICE
 from gated_delta.problem import MAX_BUFFER, KVBuffer, unique
 from gated_delta.replaced import replaced
@@ -41,21 +42,33 @@ class Builder(GDNAttentionMetadataBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         # vLLM's builder does this for its own type alone.
         self.supports_update_block_table = vllm_config.use_v2_model_runner and device.type == "cuda"
+        if self.supports_update_block_table:
+            self.mamba_aligned_state_indices: Tensor | None = None
+        self.cached = vllm_config.cache_config.mamba_cache_mode != "none"
         layers = vllm_config.compilation_config.static_forward_context
         self.layers = [layers[name] for name in layer_names]
         self.step: Any = None
         self.lens = _zeros(vllm_config.scheduler_config.max_num_batched_tokens, device)
 
-    def build(self, *args: Any, **kwargs: Any) -> Any:
-        return self._keep(super().build(*args, **kwargs))
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, *a: Any, **kw: Any) -> Any:
+        metadata = super().build(common_prefix_len, common_attn_metadata, *a, **kw)
+        if self.layers[0].buffered:
+            block = self.kv_cache_spec.block_size if self.cached else None
+            metadata = commit.metadata(metadata, common_attn_metadata, block)
+        return self._keep(metadata)
 
-    def update_block_table(self, *args: Any, **kwargs: Any) -> Any:
-        return self._keep(super().update_block_table(*args, **kwargs))
+    def update_block_table(self, metadata: Any, blk_table: Tensor, slot_mapping: Any) -> Any:
+        metadata = super().update_block_table(metadata, blk_table, slot_mapping)
+        if self.layers[0].buffered:
+            metadata.block_table = blk_table
+        return self._keep(metadata)
 
     def _keep(self, metadata: Any) -> Any:
         for layer in self.layers:
             layer.builder = self  # no longer the one that profiled CUDA graphs
         self.step = metadata
+        if self.layers[0].buffered:
+            metadata.builder = self
         if self.layers[0].ring:
             self._advance(metadata)
         return metadata
@@ -96,20 +109,46 @@ class Builder(GDNAttentionMetadataBuilder):
             return list(zip(pools, buffers, strict=True))
         return [(stacks[0], KVBuffer(*stacks[1:]))]
 
+    @functools.cached_property
+    def windows(self) -> list[Tensor]:
+        """The layers' convolution windows [L, slots, tokens, D]: one tensor, if they lie evenly."""
+        pools = [x.kv_cache[0] for x in self.layers]
+        pools = [x.mT for x in pools] if is_conv_state_dim_first() else pools
+        stack = _stacked(pools)
+        return [x[None] for x in pools] if stack is None else [stack]
+
     def fold(self, sampled: Tensor) -> None:
-        """Folds the step's accepted drafts into the states, once.
+        """Folds the drafts that the last step accepted into the states, once.
 
         sampled: the number of tokens of each request, in the batch's order.
         """
         m, self.step = self.step, None
-        if m is None or not m.num_spec_decodes:
-            return
+        if m is not None:
+            self.commit(m, sampled)
+
+    def commit(self, m: Any, sampled: Tensor) -> None:
+        """Folds the drafts that a step accepted into the states; with a prefix cache to where vLLM
+        looks for them, and moves the convolution's windows there."""
         n, mask = m.num_spec_decodes, m.spec_sequence_masks_cpu
-        # Where all requests have drafts, only padding follows them.
-        others = m.num_prefills + m.num_decodes
-        sampled = sampled[mask[: len(sampled)]] if others else sampled[:n]
-        # A prompt's token, run as a decode, may sample none.
-        self._flush(sampled.clamp(min=1), m.spec_state_indices_tensor[:n, 0])
+        if not n:
+            return
+        slots = m.spec_state_indices_tensor[:n, 0]
+        if m.step is None:
+            # Where all requests have drafts, only padding follows them.
+            others = m.num_prefills + m.num_decodes
+            sampled = sampled[mask[: len(sampled)]] if others else sampled[:n]
+            # A prompt's token, run as a decode, may sample none.
+            self._flush(sampled.clamp(min=1), slots)
+            return
+        counts = m.step.accept(sampled)
+        boundary, last = commit.slots_of(m, counts)
+        for windows in self.windows:
+            width = windows.shape[2] - self.num_spec
+            moves = [(boundary, counts.boundary), (last, counts.accepted)]
+            commit.move_windows(windows, width, slots, moves)
+        # In this order: the last slot may be the sequence's own.
+        self._flush(counts.boundary, slots, write_indices=boundary)
+        self._flush(counts.accepted, slots, write_indices=last)
 
 
 class Backend(GDNAttentionBackend):
@@ -143,18 +182,38 @@ def lacks(layer: Any, backend: Any, vllm_config: Any) -> list[str]:
     parallel = vllm_config.parallel_config
     missing = {
         f"every operation on gated_delta, whose kernels lack {reasons}": bool(layer.refused),
-        # Where a cached prefix ends vLLM copies a state: an accepted token's, or without its row.
-        "--no-enable-prefix-caching": vllm_config.cache_config.mamba_cache_mode != "none",
+        **_lacks_of_runner(layer, vllm_config),
         "--pipeline-parallel-size 1": parallel.pipeline_parallel_size > 1,
         "no --enable-dbo, no --ubatch-size": parallel.use_ubatching,
         "vLLM's metadata for GDN, not Kimi K3's": backend is not GDNAttentionBackend,
     }
-    if layer.ring:
-        missing |= {
-            "no draft tokens": layer.num_spec > 0,
-            "no KV connector": vllm_config.kv_transfer_config is not None,  # it sends states alone
-        }
     return [needed for needed, lacking in missing.items() if lacking]
+
+
+def _lacks_of_runner(layer: Any, vllm_config: Any) -> dict[str, bool]:
+    """By need: what vLLM's model runner lacks, in copying and sending states."""
+    cache, connector = vllm_config.cache_config, vllm_config.kv_transfer_config
+    cached, block = cache.mamba_cache_mode != "none", cache.mamba_block_size
+    if layer.ring:
+        return {
+            # Where a cached prefix ends vLLM copies a state without its row.
+            "--no-enable-prefix-caching": cached,
+            "no draft tokens": layer.num_spec > 0,
+            "no KV connector": connector is not None,  # it sends states alone
+        }
+    v1, drafts = not vllm_config.use_v2_model_runner, 1 + layer.num_spec
+    extra = connector.kv_connector_extra_config if connector is not None else {}
+    extras = [extra, *(x.get("kv_connector_extra_config", {}) for x in extra.get("connectors", ()))]
+    return {
+        # The first one copies an accepted token's state, and saves before it samples.
+        "--no-enable-prefix-caching, or VLLM_USE_V2_MODEL_RUNNER=1": cached and v1,
+        "no KV connector, or VLLM_USE_V2_MODEL_RUNNER=1": connector is not None and v1,
+        # It sends a state that drafts may follow, between blocks.
+        "no bidirectional_kv_xfer of a KV connector": any(
+            x.get("bidirectional_kv_xfer") for x in extras
+        ),
+        f"--block-size {drafts} or more, got {block}": cached and (block or 0) < drafts,
+    }
 
 
 def ring_tokens(vllm_config: Any) -> int:
@@ -226,29 +285,18 @@ def allocate(rows: int) -> None:
         process.logger().info(load.drafts_line(buffer.nbytes, states))
 
 
-def runner_of(v2: bool) -> tuple[Any, str]:
-    """Where vLLM's model runner, or its second version, counts accepted tokens: class, method."""
-    if v2:
-        from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
-
-        return MambaHybridModelState, "postprocess_state"
+@functools.cache
+def fold_after_sampling() -> None:
+    """Folds drafts when vLLM's first model runner has counted the accepted tokens."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    return GPUModelRunner, "_update_states_after_model_execute"
-
-
-@functools.cache
-def fold_after_sampling(v2: bool) -> None:
-    """Folds drafts when vLLM has counted the accepted tokens."""
-    runner, name = runner_of(v2)
-    original = getattr(runner, name)
+    original = GPUModelRunner._update_states_after_model_execute
 
     @functools.wraps(original)
-    def hooked(self: Any, first: Any, second: Any, *rest: Any) -> None:
-        original(self, first, second, *rest)
-        # The first version keeps the counts, the second gets them.
-        sampled = second if v2 else self.num_accepted_tokens.gpu[: len(first)]
+    def hooked(self: Any, tokens: Any, *rest: Any) -> None:
+        original(self, tokens, *rest)
+        sampled = self.num_accepted_tokens.gpu[: len(tokens)]
         for builder in {layer.builder for layer in process.layers if layer.builder}:
             builder.fold(sampled)
 
-    setattr(runner, name, hooked)
+    GPUModelRunner._update_states_after_model_execute = hooked

@@ -36,7 +36,7 @@ from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 from gated_delta import __version__, api
 from gated_delta.compile import flag
 from gated_delta.integrations.checks import in_chunks
-from gated_delta.integrations.vllm import cuts, kvbuffer, process, start
+from gated_delta.integrations.vllm import commit, cuts, kvbuffer, process, start
 from gated_delta.integrations.vllm.calls import Recurrence
 from gated_delta.integrations.vllm.start import BACKEND, DEVICE
 from gated_delta.ops.launch import MAX_NORM
@@ -81,7 +81,8 @@ class Core(Recurrence, abstract.MambaBase):
                 switch = kvbuffer.RING if self.ring else kvbuffer.DRAFTS
                 raise RuntimeError(f"{switch}=1: {self.prefix} needs {'; '.join(missing)}")
         if self.buffered:
-            kvbuffer.fold_after_sampling(vllm_config.use_v2_model_runner)
+            v2 = vllm_config.use_v2_model_runner
+            (commit.at_recoverssm_seam if v2 else kvbuffer.fold_after_sampling)()
         if self.ring:
             kvbuffer.widen_pages()
             row = self.buffer(1, "meta").nbytes / 2**10

@@ -1,0 +1,90 @@
+"""Drafts in a KVBuffer beside vLLM's prefix cache, in its second model runner: `make test-vllm`.
+
+vLLM's own scheduler, cache manager and metadata; torch in place of its Triton kernels. All outputs
+and every hashed block are compared with a float64 loop over the block's tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+import vllm_steps
+
+from gated_delta.integrations.vllm import commit
+
+COMMON = dict(max_num_seqs=6, max_num_batched_tokens=64)
+CASES: dict[str, dict[str, Any]] = dict(
+    small=dict(block=4, blocks=200),
+    block=dict(block=16, blocks=80),
+    asynchronous=dict(block=16, blocks=60, asynchronous=True),
+    # Prefixes end inside blocks, and parts of prompts too.
+    parts=dict(block=64, unit=16, blocks=60, max_num_batched_tokens=37),
+)
+
+
+class Saving(vllm_steps.Runner):
+    """With a KV connector that saves hashed blocks when vLLM lets it."""
+
+    def save(self) -> None:
+        self.check()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_hashed_block(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = Saving(monkeypatch, 0, **COMMON | CASES[case])
+    runner.serve(40)
+    rare = {"aborted", "preempted", "one-token rest", "one-token part"}
+    assert [x for x, n in runner.seen.items() if not n and x not in rare] == []
+    assert runner.seen["checked"] > 1000
+
+
+def test_connectors_save_what_was_committed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's second runner counts what it sampled, and so commits, before a connector saves."""
+    from vllm.v1.worker.gpu import kv_connector, model_runner
+
+    monkeypatch.setattr(model_runner, "AsyncOutput", MagicMock())
+    monkeypatch.setattr(model_runner, "get_drafter_hidden_states", MagicMock())
+    runner, events = MagicMock(pcp_manager=None, pp_handler=None, num_speculative_steps=3), []
+    runner.execute_model_state.num_spec_tokens_to_schedule, runner._draft_workspace_lane = 3, 0
+    runner.sample.return_value = MagicMock(), MagicMock(), MagicMock()
+    runner.postprocess_sampled.side_effect = lambda *_: events.append("commit")
+    runner.speculator.propose.side_effect = lambda *_, **__: events.append("draft") or MagicMock()
+    seam = object.__new__(kv_connector.ActiveKVConnector)
+    seam.kv_connector, seam._disabled, seam._pending_load_kwargs = MagicMock(), False, None
+    seam.kv_connector.wait_for_save.side_effect = lambda: events.append("save")
+    runner.kv_connector = seam
+    monkeypatch.setattr(model_runner, "KVConnectorOutput", MagicMock(), raising=False)
+    model_runner.GPUModelRunner.sample_tokens(runner, None)
+    assert events == ["commit", "draft", "save"]
+
+
+@pytest.mark.parametrize(
+    ("before", "lens", "sampled", "accepted", "boundary", "column", "boundary_column"),
+    [
+        (16, 1, 0, 1, 0, 1, 1),  # a part of a prompt, of one token
+        (14, 4, 2, 2, 0, 0, 0),  # ends with the block: one slot
+        (14, 4, 3, 3, 2, 1, 0),
+        (14, 4, 1, 1, 0, 0, 0),
+        (14, 2, 9, 2, 0, 0, 0),
+        (63, 4, 4, 4, 1, 3, 3),  # the table's last column
+    ],
+)
+def test_what_a_step_commits(
+    before: int,
+    lens: int,
+    sampled: int,
+    accepted: int,
+    boundary: int,
+    column: int,
+    boundary_column: int,
+) -> None:
+    """The second of three sequences has drafts; blocks of 16 tokens, 4 columns."""
+    others = [5, before, 7]
+    step = commit.Step(torch.tensor([1]), torch.tensor([lens]), torch.tensor(others), 16, 4)
+    counts = step.accept(torch.tensor([1, sampled, 1]))
+    assert [int(x) for x in counts] == [accepted, boundary, column, boundary_column]
+    assert step.after is not None
+    assert (step.after + torch.tensor([0, sampled, 0])).tolist() == [5, before + accepted, 7]
