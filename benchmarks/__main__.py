@@ -241,8 +241,8 @@ def serve(
         for name, spread in cell["spread"].items():
             medians = cell.get(name) or cell["kernels_us"][name]
             ranges = [f"{medians[x]:.2f} ({spread[x][0]:.2f}, {spread[x][1]:.2f})" for x in names]
-            gap = name.endswith("gap")  # may be 0
-            ratio = "" if gap else f"{medians['engine'] / medians['gated_delta']:.3f}"
+            absent = name.endswith("gap") or not medians["gated_delta"]  # a kind's kernels may be
+            ratio = "" if absent else f"{medians['engine'] / medians['gated_delta']:.3f}"
             table.add_row(
                 cell["label"], name, *ranges, ratio, cell["verdict"][name] or "few starts"
             )
