@@ -1,8 +1,8 @@
 """Gated-delta-rule linear attention (GDN, KDA) for inference: prefill, decode, verify, flush."""
 
 from . import library as _library  # noqa: F401  registers torch.ops.gated_delta
-from .api import Route, decode, explain, flush, prefill, verify
-from .problem import Gate, GatedNorm, KVBuffer, Problem, UnsupportedProblem
+from .api import Route, decode, explain, flush, prefill, short_conv, verify
+from .problem import Gate, GatedNorm, KVBuffer, Problem, ShortConv, UnsupportedProblem
 
 __all__ = [
     "Gate",
@@ -10,11 +10,13 @@ __all__ = [
     "KVBuffer",
     "Problem",
     "Route",
+    "ShortConv",
     "UnsupportedProblem",
     "decode",
     "explain",
     "flush",
     "prefill",
+    "short_conv",
     "verify",
 ]
 __version__ = "0.1.0"

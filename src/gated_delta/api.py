@@ -31,6 +31,7 @@ from .problem import (
     GatedNorm,
     KVBuffer,
     Problem,
+    ShortConv,
     UnsupportedProblem,
     refuse_grad,
     traced,
@@ -47,6 +48,7 @@ def prefill(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, gate: Gate = ...,
     scale: float | None = ..., qk_l2norm: bool = ..., beta_logits: bool = ...,
     allow_neg_eigval: bool = ..., cu_seqlens: Tensor | None = ..., max_seqlen: int | None = ...,
+    norm: GatedNorm | None = ..., z: Tensor | None = ...,
     initial_state: Tensor | None = ..., output_final_state: Literal[True], state: None = ...,
     state_indices: None = ..., has_initial_state: None = ...,
     checkpoint_lens: Tensor | None = ..., checkpoint_indices: Tensor | None = ...,
@@ -58,6 +60,7 @@ def prefill(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, gate: Gate = ...,
     scale: float | None = ..., qk_l2norm: bool = ..., beta_logits: bool = ...,
     allow_neg_eigval: bool = ..., cu_seqlens: Tensor | None = ..., max_seqlen: int | None = ...,
+    norm: GatedNorm | None = ..., z: Tensor | None = ...,
     initial_state: Tensor | None = ..., output_final_state: bool = ..., state: Tensor | None = ...,
     state_indices: Tensor | None = ..., has_initial_state: Tensor | None = ...,
     checkpoint_lens: Tensor | None = ..., checkpoint_indices: Tensor | None = ...,
@@ -79,6 +82,8 @@ def prefill(
     allow_neg_eigval: bool = False,
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
+    norm: GatedNorm | None = None,
+    z: Tensor | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     state: Tensor | None = None,
@@ -103,6 +108,8 @@ def prefill(
     max_seqlen: tokens of the longest packed sequence, an int, if the caller knows it; the host does
     not read cu_seqlens. It affects the schedule alone: a wrong value costs time, never correctness.
     None for dense tokens.
+    norm, z: the layer's gated RMSNorm of o, applied to o rounded to v's dtype; z [N, T, HV, V] in
+    v's dtype. States and checkpoints do not depend on them.
 
     Functional: starts from initial_state [N, HV, V, K] (fp32, bf16 or fp16; zeros when None), which
     is not written. With output_final_state=True returns a new final_state in its dtype (fp32
@@ -129,19 +136,21 @@ def prefill(
     states a prompt in several calls, split at multiples of 64 tokens, has the bits of one call.
     Slower: docs/contract.md.
 
-    Returns (o [N, T, HV, V] in v's dtype, final_state). Raises TypeError or ValueError naming the
+    Returns (o [N, T, HV, V] in v's dtype, normalised if norm is given; final_state). Raises TypeError or ValueError naming the
     argument, IndexError for an index past the pool (reference backend), UnsupportedProblem if the
     requested backend cannot run the call; in each case nothing was written.
     The recurrence is Gated DeltaNet's (arXiv 2412.06464, eq. 10), per key channel Kimi Linear's
     (arXiv 2510.26692, eq. 1).
     """
     kind, A_log, dt_bias, bound = _gate(gate)
+    weight, eps, activation = NO_NORM if norm is None else _norm(norm)
     return _runner(q)(
         ops.PREFILL,
         q, k, v, g, beta, A_log, dt_bias, cu_seqlens, state_indices, has_initial_state,
-        checkpoint_lens, checkpoint_indices, checkpoints, initial_state, state, None, out,
-        kind, bound, scale, qk_l2norm, beta_logits, allow_neg_eigval, output_final_state,
-        deterministic, max_seqlen, null_index, backend,
+        checkpoint_lens, checkpoint_indices, checkpoints, initial_state, state, None,
+        z, weight, out,
+        kind, bound, eps, activation, scale, qk_l2norm, beta_logits, allow_neg_eigval,
+        output_final_state, deterministic, max_seqlen, null_index, backend,
     )  # fmt: skip
 
 
@@ -200,8 +209,7 @@ def decode(
     cache, slower with few sequences. A 16-bit state is rounded only where tokens go into it. No two
     sequences may name one row or slot. Not with write_indices, num_accepted, intermediate_states,
     [N, W] state_indices or update_state=False.
-    norm, z: the layer's gated RMSNorm of o, applied to o rounded to v's dtype; z [N, T, HV, V] in
-    v's dtype.
+    norm, z as for prefill.
     Inactive sequences, null_index (of state_indices and write_indices), out, backend and errors as
     for prefill.
 
@@ -313,10 +321,49 @@ def flush(
     )  # fmt: skip
 
 
+def short_conv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    conv: ShortConv,
+    *,
+    windows: Tensor,
+    state_indices: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    null_index: int = -1,
+    out: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A layer's short causal convolution of whole prompts, in front of `prefill`.
+
+    q, k: [N, T, H, K], or packed [1, total, H, K] with cu_seqlens [N+1] (int32 or int64); bf16,
+    fp16 or fp32, last dim contiguous: views of the layer's projection. v: [N, T, HV, V], or
+    [N, T, H, R, V] where the value heads lie in groups of R between the others' channels, in q's
+    dtype. Projections that interleave q, k, v and z need no split.
+    windows: [P, C, 3], q's dtype, any strides: per slot the last three inputs of q | k | v, oldest
+    first, before the convolution. Sequence n starts from slot state_indices[n] (slot n when None),
+    or from zeros where has_initial_state [N] (bool) is False, and the slot gets its last three
+    inputs, bit for bit. A prompt in several calls has the bits of one call.
+    A sequence with a negative index is inactive: zero outputs, nothing written. null_index: slots
+    up to this one count as negative. out: [N, T, C], q's dtype, C = 2*H*K + HV*V; it receives
+    q | k | v. The tensors that a call writes (out, windows) share no memory with each other or with
+    its inputs.
+
+    Returns q, k [N, T, H, K] and v [N, T, HV, V], views of out. Raises as prefill does.
+    """
+    weight, bias, activation = _conv(conv)
+    return _runner(q)(
+        ops.SHORT_CONV,
+        q, k, v, weight, bias, windows, cu_seqlens, state_indices, has_initial_state, out,
+        activation, null_index, backend,
+    )  # fmt: skip
+
+
 def explain(op: str, *args: Any, **kwargs: Any) -> Route:
     """The backend and kernel that `op` would use for these arguments, and why not the CuTe backend.
 
-    op: "prefill", "decode", "verify" or "flush"; then that operation's own arguments.
+    op: "prefill", "decode", "verify", "flush" or "short_conv"; then that operation's own arguments.
     Checks them as the operation does, values on the device apart, and runs nothing.
     """
     if not isinstance(op, str) or op not in ops.OPERATIONS:
@@ -340,7 +387,7 @@ def describe(op: str, **kwargs: Any) -> Problem:
     return operation.describe(_arguments(operation, (), kwargs))
 
 
-_SIGNATURES = {f.__name__: inspect.signature(f) for f in (prefill, decode, verify, flush)}
+_SIGNATURES = {f.__name__: inspect.signature(f) for f in (prefill, decode, verify, flush, short_conv)}
 
 
 def _arguments(op: Operation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -356,6 +403,7 @@ def _arguments(op: Operation, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     split("gate", _gate, "gate", "A_log", "dt_bias", "bound")
     norm = ("norm_weight", "norm_eps", "norm_activation")
     split("norm", lambda x: NO_NORM if x is None else _norm(x), *norm)
+    split("conv", _conv, "weight", "bias", "activation")
     split("buffer", lambda x: NO_BUFFER if x is None and op is ops.DECODE else _parts(x), *BUFFER)
     if op is ops.FLUSH:
         split("num_accepted", _counts, "num_accepted", "accepted_by_all")
@@ -380,6 +428,12 @@ def _norm(norm: GatedNorm) -> tuple[Tensor | None, float, str | None]:
     if not isinstance(norm, GatedNorm):
         raise TypeError(f"norm: expected a gated_delta.GatedNorm or None, got {type_name(norm)}")
     return norm.weight, norm.eps, norm.activation
+
+
+def _conv(conv: ShortConv) -> tuple[Tensor, Tensor | None, str | None]:
+    if not isinstance(conv, ShortConv):
+        raise TypeError(f"conv: expected a gated_delta.ShortConv, got {type_name(conv)}")
+    return conv.weight, conv.bias, conv.activation
 
 
 NO_BUFFER = (None, None, None)

@@ -1,4 +1,4 @@
-"""Parts of a call (Gate, GatedNorm, KVBuffer), its checks, and `Problem`, its description.
+"""Parts of a call (Gate, GatedNorm, ...), its checks, and `Problem`, its description.
 
 The checks read shapes, dtypes, strides, flags and addresses. Only the backends read values on the
 device (indices, cu_seqlens), so no check waits for a GPU.
@@ -23,6 +23,9 @@ MAX_DRAFT = 16
 """Most tokens per sequence in one decode or verify call."""
 MAX_BUFFER = 32
 """Most tokens of a KVBuffer's row."""
+
+TAPS = 4
+"""Taps of a ShortConv; a window holds one input less."""
 
 CHECKPOINT_INTERVAL = 64
 """prefill stores states after multiples of this many tokens, the end of a chunk in each backend."""
@@ -83,7 +86,7 @@ Self = TypeVar("Self", bound="_Tensors")
 
 
 class _Tensors:
-    """Base of Gate, GatedNorm and KVBuffer: dataclasses with tensors among their fields."""
+    """Base of Gate, GatedNorm, ...: dataclasses with tensors among their fields."""
 
     def to(self: Self, device: torch.device | str) -> Self:
         """A copy with its tensors on `device`; shares tensors that are on it already."""
@@ -192,6 +195,35 @@ class GatedNorm(_Tensors):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
+class ShortConv(_Tensors):
+    """A layer's causal convolution of q, k and v, a channel on its own, in fp32:
+    act(bias + sum_{i<4} weight[:, i] * x_{t-3+i}), the oldest tap first.
+
+    weight: [C, 4], contiguous, the channels of q, then k, then v: C = 2*H*K + HV*V. bias: [C] or
+    None. Both fp32, bf16 or fp16. activation: "silu" or None. Raises TypeError or ValueError
+    naming the argument.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    activation: str | None = "silu"
+
+    def __post_init__(self) -> None:
+        _tensor("weight", self.weight, STATE_DTYPES)
+        if self.weight.ndim != 2 or self.weight.shape[1] != TAPS:
+            raise ValueError(
+                f"weight: expected shape [C, {TAPS}], got {list(self.weight.shape)}"
+            )
+        if not self.weight.is_contiguous():
+            strides = list(self.weight.stride())
+            raise ValueError(f"weight: expected a contiguous tensor, got strides {strides}")
+        if self.bias is not None and _tensor("bias", self.bias, STATE_DTYPES).ndim != 1:
+            raise ValueError(f"bias: expected shape [C], got {list(self.bias.shape)}")
+        if self.activation not in ("silu", None):
+            raise ValueError(f"activation: expected 'silu' or None, got {self.activation!r}")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
 class KVBuffer(_Tensors):
     """`verify` fills it for `flush`: about 2*T*d fp32 numbers per head; T cached states take T*d*d.
 
@@ -291,7 +323,7 @@ class KVBuffer(_Tensors):
         return sum(t.numel() * t.element_size() for t in (self.u, self.k, self.log_decay))
 
 
-torch.serialization.add_safe_globals([Gate, GatedNorm, KVBuffer])  # for torch.load
+torch.serialization.add_safe_globals([Gate, GatedNorm, KVBuffer, ShortConv])  # for torch.load
 
 
 class Tokens(NamedTuple):
@@ -341,7 +373,8 @@ class Problem:
 
     op: str
     axis: str
-    """"head": one decay per value head (GDN); "channel": one per key channel (KDA)."""
+    """"head": one decay per value head (GDN); "channel": one per key channel (KDA). short_conv, which
+    has none: ""."""
     H: int
     HV: int
     K: int
@@ -377,7 +410,8 @@ class Problem:
     @property
     def label(self) -> str:
         """The problem as one word, for benchmark labels and test ids."""
-        parts = [self.op, self.model, f"h{self.H}x{self.HV}", f"k{self.K}v{self.V}"]
+        parts = [self.op, *([self.model] if self.axis else [])]
+        parts += [f"h{self.H}x{self.HV}", f"k{self.K}v{self.V}"]
         if self.T is not None:
             parts.append(f"t{self.T}")
         parts += [self.gate] if self.gate else []
@@ -476,7 +510,7 @@ def _check_advance(lens: Tensor, tokens: int | Tensor) -> None:
                 raise ValueError(f"{expected} {m} at sequence {n}")
 
 
-def _last_dim_contiguous(name: str, x: Tensor) -> None:
+def last_dim_contiguous(name: str, x: Tensor) -> None:
     if x.stride(-1) != 1 and x.shape[-1] > 1:
         raise ValueError(
             f"{name}: expected a contiguous last dimension, got strides {list(x.stride())}"
@@ -607,16 +641,21 @@ class Checker:
         if on:
             self.options.add(name)
 
+    def lead(self, a: Any) -> str:
+        """Check cu_seqlens; the first two dimensions of q and of what else has a row a token."""
+        if a.cu_seqlens is None:
+            return "N T"
+        self.index("cu_seqlens", a.cu_seqlens, "N+1")
+        if a.cu_seqlens.shape[0] < 1:
+            raise ValueError("cu_seqlens: expected shape [N+1], got [0]")
+        if isinstance(a.q, Tensor) and a.q.shape[:1] != (1,):
+            expected = "expected packed tokens [1, total, H, K] with cu_seqlens"
+            raise ValueError(f"q: {expected}, got {list(a.q.shape)}")
+        return "1 total"
+
     def tokens(self, a: Any) -> None:
         """Check q to cu_seqlens of a prefill, decode or verify, with gate, scale and flags."""
-        if a.cu_seqlens is not None:
-            self.index("cu_seqlens", a.cu_seqlens, "N+1")
-            if a.cu_seqlens.shape[0] < 1:
-                raise ValueError("cu_seqlens: expected shape [N+1], got [0]")
-            if isinstance(a.q, Tensor) and a.q.shape[:1] != (1,):
-                expected = "expected packed tokens [1, total, H, K] with cu_seqlens"
-                raise ValueError(f"q: {expected}, got {list(a.q.shape)}")
-        lead = "N T" if a.cu_seqlens is None else "1 total"
+        lead = self.lead(a)
         self.tensor("q", a.q, INPUT_DTYPES, f"{lead} H K")
         same = (a.q.dtype,)
         self.tensor("k", a.k, same, f"{lead} H K")
@@ -629,7 +668,7 @@ class Checker:
         self.sizes.bind("g", a.g, f"{lead} HV" if a.g.ndim == 3 else f"{lead} HV K")
         self.tensor("beta", a.beta, INPUT_DTYPES, f"{lead} HV")
         for name, x in (("q", a.q), ("k", a.k), ("v", a.v)):
-            _last_dim_contiguous(name, x)
+            last_dim_contiguous(name, x)
         H, HV = self.sizes["H"], self.sizes["HV"]
         if min(H, HV, self.sizes["K"], self.sizes["V"]) < 1:
             shapes = f"q {list(a.q.shape)}, v {list(a.v.shape)}"
@@ -674,7 +713,7 @@ class Checker:
         self, name: str, x: object, dims: str, dtypes: tuple[torch.dtype, ...] = STATE_DTYPES
     ) -> Tensor:
         x = self.tensor(name, x, dtypes, dims)
-        _last_dim_contiguous(name, x)
+        last_dim_contiguous(name, x)
         return x
 
     def index(self, name: str, x: object, dims: str = "N") -> None:
@@ -699,14 +738,14 @@ class Checker:
             raise ValueError(f"{name}: {expected}, got {dim}={size}")
 
     def norm(self, a: Any) -> None:
-        """Check norm and z of a decode or verify: both or neither."""
+        """Check norm and z: both or neither."""
         if a.norm_weight is None:
             absent("z", a.z, "without norm")
             return
         if a.z is None:
             raise ValueError("z: expected a tensor with norm, got None")
         self.like_v("z", a.z, a.v)
-        _last_dim_contiguous("z", a.z)
+        last_dim_contiguous("z", a.z)
         self.tensor("norm.weight", a.norm_weight, STATE_DTYPES, "V")
         self.option("norm", True)
 
@@ -732,7 +771,7 @@ class Checker:
         ):
             self.tensor(name, x, (torch.float32,), f"{lead} C {dims}")
             if dims != "HV":  # GDN's log decays may have any strides
-                _last_dim_contiguous(name, self.tensors[name])
+                last_dim_contiguous(name, self.tensors[name])
         if not 1 <= self.sizes["C"] <= MAX_BUFFER:
             raise ValueError(
                 f"buffer: expected room for 1 to {MAX_BUFFER} tokens, got {self.sizes['C']}"

@@ -26,9 +26,11 @@ from torch import Tensor
 from .problem import (
     CHECKPOINT_INTERVAL,
     MAX_DRAFT,
+    TAPS,
     Gate,
     GatedNorm,
     KVBuffer,
+    ShortConv,
     Tokens,
     flush_sequences,
 )
@@ -533,11 +535,14 @@ def _spans(tokens: Tokens) -> tuple[list[int], list[int]]:
 
     Raises ValueError for a wrong cu_seqlens.
     """
-    if tokens.cu_seqlens is None:
-        N, T = tokens.q.shape[:2]
-        return [n * T for n in range(N)], [T] * N
-    ends = tokens.cu_seqlens.tolist()
-    total = tokens.q.shape[1]
+    return _spans_of(tokens.q, tokens.cu_seqlens)
+
+
+def _spans_of(q: Tensor, cu_seqlens: Tensor | None) -> tuple[list[int], list[int]]:
+    N, total = q.shape[:2]
+    if cu_seqlens is None:
+        return [n * total for n in range(N)], [total] * N
+    ends = cu_seqlens.tolist()
     if ends[0] != 0:
         raise ValueError(f"cu_seqlens: expected to start at 0, got {ends[0]}")
     lengths = [b - a for a, b in itertools.pairwise(ends)]
@@ -604,7 +609,7 @@ def _rows(
 
 @contextlib.contextmanager
 def _output_rows(out: Tensor, covered: int) -> Iterator[Tensor]:
-    """out as rows [tokens, HV, V], zeroed first if fewer than all rows will be written."""
+    """out as rows [tokens, ...], zeroed first if fewer than all rows will be written."""
     target = (
         out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)
     )
@@ -739,6 +744,8 @@ def prefill(
     final_state: Tensor | None,
     checkpoints: Tensor | None,
     deterministic: bool,
+    norm: GatedNorm | None,
+    z: Tensor | None,
     out: Tensor,
     **indices: Any,
 ) -> None:
@@ -763,6 +770,10 @@ def prefill(
             states = (chunked_apart if deterministic else chunked)(
                 flatten(tokens), starts, lengths, states, o, checkpoints=destinations
             )
+            for start, length in zip(starts, lengths, strict=True) if norm is not None else ():
+                assert z is not None
+                rows = slice(start, start + length)
+                o[rows] = _finished(o[rows], o.dtype, norm, z.flatten(0, 1)[rows])
         if state is not None:
             state[[slots[n] for n in active]] = rounded(states[active], state.dtype)
         if final_state is not None:
@@ -1134,3 +1145,58 @@ def _fold(state: Tensor, records: list[Tensor], m: Tensor) -> Tensor:
     for t in range(min(int(m.max()), u.shape[1])):  # bits of a matrix product depend on the batch
         folded.addcmul_(u[:, t, :, :, None], k[:, t, :, None, :])
     return torch.where((m > 0)[:, None, None, None], folded, state.float())
+
+
+# ------------------------------------------------------------------- the convolution before prefill
+
+
+def short_conv_rows(
+    q: Tensor,
+    windows: Tensor,
+    cu_seqlens: Tensor | None,
+    state_indices: Tensor | None,
+    null_index: int,
+) -> tuple[list[int], list[int], list[int]]:
+    """Slots, negative ones inactive, first rows and lengths of the sequences."""
+    starts, lengths = _spans_of(q, cu_seqlens)
+    slots = _rows("state_indices", state_indices, len(starts), windows.shape[0], null_index)
+    _no_conflict("state_indices", enumerate(slots))
+    return slots, starts, lengths
+
+
+def short_conv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    conv: ShortConv,
+    *,
+    windows: Tensor,
+    has_initial_state: Tensor | None,
+    out: Tensor,
+    **indices: Any,
+) -> None:
+    slots, starts, lengths = short_conv_rows(q, windows, **indices)
+    resumes = None if has_initial_state is None else has_initial_state.tolist()
+    inputs = [x.flatten(2).flatten(0, 1) for x in (q, k, v)]
+    covered = sum(m for slot, m in zip(slots, lengths, strict=True) if slot >= 0)
+    with _output_rows(out, covered) as rows:
+        for n, (slot, start, m) in enumerate(zip(slots, starts, lengths, strict=True)):
+            if slot < 0:
+                continue
+            window = windows[slot].T
+            if resumes is not None and not resumes[n]:
+                window = torch.zeros_like(window)
+            new = torch.cat([x[start : start + m] for x in inputs], 1)
+            x = torch.cat([window, new])
+            if m:
+                rows[start : start + m] = _convolved(x, conv).to(out.dtype)
+            windows[slot] = x[m:].T
+
+
+def _convolved(x: Tensor, conv: ShortConv) -> Tensor:
+    """fp32 outputs of all rows of x [3 + m, C] but the first 3, oldest tap first."""
+    x, weight, m = x.float(), conv.weight.float(), len(x) - TAPS + 1
+    y = x.new_zeros(m, x.shape[1]) if conv.bias is None else conv.bias.float().expand(m, -1)
+    for i in range(TAPS):
+        y = y + weight[:, i] * x[i : i + m]
+    return y if conv.activation is None else silu(y)

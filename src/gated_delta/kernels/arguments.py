@@ -42,7 +42,7 @@ def strides_type(name: str, **dims: str) -> Any:
     """A tuple type with one field per dimension of each tensor: q="nt" gives q_n and q_t.
 
     n: sequence (0 when packed), t: token, h: head, c: channel, p: pool slot, r: row of the
-    KVBuffer, j: checkpoint of a sequence.
+    KVBuffer, j: checkpoint of a sequence. short_conv: r, value head of a group; l, entry of a window.
     """
     fields = [f"{tensor}_{dim}" for tensor, letters in dims.items() for dim in letters]
     strides: Any = namedtuple(name, fields)
@@ -89,6 +89,18 @@ FlushStrides = strides_type(
     state_indices="n",
     write_indices="n",
     buffer_indices="n",
+)
+ShortConvStrides = strides_type(
+    "ShortConvStrides",
+    q="nth",
+    k="nth",
+    v="nthr",
+    bias="c",
+    windows="pcl",
+    cu_seqlens="n",
+    state_indices="n",
+    has_initial_state="n",
+    o="nt",
 )
 
 
@@ -269,3 +281,41 @@ class FlushSizes(NamedTuple):
     buffer_indices_kind: int
     prefetch_sequences: int
     keep_in_l2: int
+
+
+# ---------------------------------------------------------------- short_conv
+
+
+class ShortConvPointers(NamedTuple):
+    q: int  # [N, T, H, K]
+    k: int  # [N, T, H, K]
+    v: int  # [N, T, HV / R, R, V]
+    weight: int  # [C, 4], contiguous
+    bias: int  # [C]
+    windows: int  # [P, C, 3]
+    cu_seqlens: int  # [N + 1]
+    state_indices: int  # [N]
+    has_initial_state: int  # [N]
+    o: int  # [N, T, C]
+
+
+class ShortConvSizes(NamedTuple):
+    """Sizes of a short_conv, as DecodeSizes are of a decode."""
+
+    N: int
+    T: int
+    total: int
+    C: int
+    """Channels of q, k and v together."""
+    key_channels: int
+    """Channels of q, or of k."""
+    K: int
+    V: int
+    group_size: int
+    """R: value heads next to each other in v."""
+    channel_tiles: int
+    chunk_slots: int
+    null_index: int
+    bias_kind: int
+    cu_seqlens_kind: int
+    state_indices_kind: int

@@ -4,8 +4,12 @@ from .decode import Decode
 from .flush import Flush
 from .launch import Operation
 from .prefill import Prefill
+from .short_conv import ShortConvolution
 from .verify import Verify
 
 PREFILL, DECODE, VERIFY, FLUSH = Prefill(), Decode(), Verify(), Flush()
+SHORT_CONV = ShortConvolution()
 
-OPERATIONS: dict[str, Operation] = {op.name: op for op in (PREFILL, DECODE, VERIFY, FLUSH)}
+OPERATIONS: dict[str, Operation] = {
+    op.name: op for op in (PREFILL, DECODE, VERIFY, FLUSH, SHORT_CONV)
+}

@@ -27,8 +27,8 @@ from ..problem import BUFFER, CHECK, Gate, GatedNorm, KVBuffer, Problem, Tokens,
 REDESCRIBE = object()
 """A launch returns it if it did nothing and the call must be described again."""
 
-NEVER_NESTED = ("A_log", "dt_bias", "norm_weight", *BUFFER)
-"""Tensors of a Gate, a GatedNorm or a KVBuffer, which refuse nested tensors."""
+NEVER_NESTED = ("A_log", "dt_bias", "norm_weight", "weight", "bias", *BUFFER)
+"""Tensors of a Gate, GatedNorm, ShortConv or KVBuffer, which refuse nested tensors."""
 
 KINDS = {torch.bfloat16: BF16, torch.float16: FP16, torch.float32: FP32}
 
@@ -197,7 +197,7 @@ def tokens_of(a: Any) -> Tokens:
 
 
 def norm_of(a: Any) -> GatedNorm | None:
-    """The norm of a decode's or verify's arguments."""
+    """The norm of a prefill's, decode's or verify's arguments."""
     if a.norm_weight is None:
         return None
     return GatedNorm(a.norm_weight, a.norm_eps, a.norm_activation)
@@ -338,7 +338,7 @@ About what the chip holds at once.
 
 TOKEN_TENSORS = ("q", "k", "v", "g", "beta", "z", "o")
 """Tensors with a row per token."""
-NUMBER_TENSORS = ("beta", "dt_bias", "norm_weight")
+NUMBER_TENSORS = ("beta", "dt_bias", "norm_weight", "bias")
 """Tensors with run-time dtypes bf16, fp16 or fp32; the other run-time dtypes are of indices."""
 
 
@@ -397,9 +397,14 @@ def state_sizes(wanted: Any, a: Any, plan: Plan) -> dict[str, int]:
         P=a.state.shape[0],
         prefetch_sequences=N if plan.schedule.prefetch and N * HV <= PREFETCH_HEADS else 0,
         keep_in_l2=int(plan.schedule.keep_in_l2),
-        norm_eps=fp32_bits(a.norm_eps),
-        norm_sigmoid=int(a.norm_activation == "sigmoid"),
+        **norm_sizes(a),
     )
+
+
+def norm_sizes(a: Any) -> dict[str, int]:
+    """The sizes that hold a norm's eps and activation."""
+    sigmoid = int(a.norm_activation == "sigmoid")
+    return dict(norm_eps=fp32_bits(a.norm_eps), norm_sigmoid=sigmoid)
 
 
 def fp32_bits(x: float) -> int:

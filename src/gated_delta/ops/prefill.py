@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,8 @@ from .launch import (
     Plan,
     TokensLaunch,
     bytes_of,
+    norm_of,
+    norm_sizes,
     output_of,
     ready,
     strides_of,
@@ -63,9 +66,13 @@ class Arguments(NamedTuple):
     initial_state: Tensor | None
     state: Tensor | None
     final_state: Tensor | None
+    z: Tensor | None
+    norm_weight: Tensor | None
     out: Tensor | None
     gate: str
     bound: float
+    norm_eps: float
+    norm_activation: str | None
     scale: float | None
     qk_l2norm: bool
     beta_logits: bool
@@ -118,10 +125,11 @@ class Prefill(Operation):
                 check.option("initial_state", True)
             check.option("final_state", a.output_final_state)
         self.describe_checkpoints(check, a, dtype)
+        check.norm(a)
         check.out(a)
         check.writes(*self.written(a))
         check.vectors(a, a.initial_state if a.state is None else a.state, a.checkpoints)
-        values = [x for x in (a.v, a.out, a.g if a.g.ndim == 4 else None) if x is not None]
+        values = [a.v, *(x for x in (a.out, a.z) if x is not None), *([a.g] * (a.g.ndim == 4))]
         check.option(
             "unaligned_values", not all(check.aligned(x) and x.stride(-1) == 1 for x in values)
         )
@@ -161,7 +169,8 @@ class Prefill(Operation):
         states = ("initial_state", "state", "state_indices", "has_initial_state", "final_state")
         checkpoints = ("checkpoint_lens", "checkpoint_indices", "checkpoints")
         names = (*states, *checkpoints, "null_index", "deterministic", "out")
-        reference.prefill(tokens_of(a), **{name: getattr(a, name) for name in names})
+        given = {name: getattr(a, name) for name in names}
+        reference.prefill(tokens_of(a), **given, norm=norm_of(a), z=a.z)
 
     def check_values(self, a: Arguments) -> None:
         state = a.initial_state if a.state is None else a.state
@@ -171,7 +180,7 @@ class Prefill(Operation):
     def needs(self, problem: Problem) -> dict[str, bool]:
         K, V, options = problem.K, problem.V, problem.options
         qk = "rows of q and k that start at multiples of 16 bytes"
-        values = "rows of v and out, and of KDA's g, that start at multiples of 16 bytes"
+        values = "rows of v, z and out, and of KDA's g, that start at multiples of 16 bytes"
         return {
             f"K of 64, 96 or 128, got {K}": K not in (64, 96, 128),
             f"V of 64, 128 or 192, got {V}": V not in (64, 128, 192),
@@ -210,8 +219,8 @@ class Prefill(Operation):
         return unique(variants)
 
     def shipped(self, model: Model) -> list[Problem]:
-        options = ((), ("checkpoints",), ("deterministic",))
-        return [model.problem("prefill", options=x) for x in options]
+        options = itertools.product(((), ("checkpoints",), ("deterministic",)), model.norms())
+        return [model.problem("prefill", options=(*x, *norm)) for x, norm in options]
 
     def launch(self, problem: Problem, plan: Plan, a: Arguments) -> Launch:
         return PrefillLaunch(self, problem, plan, a)
@@ -261,7 +270,7 @@ class PrefillLaunch(TokensLaunch):
         super().__init__(operation, problem, plan, a, sources)
         channel, packed = a.g.ndim == 4, a.cu_seqlens is not None
         states = ("initial_state", "state", "final_state", "checkpoints")
-        self.vectors = ("q", "k", "v", *states, "out", *(("g",) if channel else ()))
+        self.vectors = ("q", "k", "v", "z", *states, "out", *(("g",) if channel else ()))
         self.final_shape = (
             _final_shape(a) if a.output_final_state and a.final_state is None else None
         )
@@ -297,6 +306,7 @@ class PrefillLaunch(TokensLaunch):
         self.sizes = ready(
             PrefillSizes(
                 **token_sizes(PrefillSizes, a),
+                **norm_sizes(a),
                 N=N,
                 T=T,
                 total=total,

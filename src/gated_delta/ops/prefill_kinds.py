@@ -68,7 +68,10 @@ class Kind:
         names = self.kernels
         if self.overlapped or (self.in_one_cta and queued):
             names = ("rank", *names)
-        return [Variant(f"prefill_{name}", tuple(facts[name].items())) for name in names]
+        variants = [Variant(f"prefill_{name}", tuple(facts[name].items())) for name in names]
+        if "norm" in problem.options:
+            variants.append(Variant("norm", tuple(problem.facts("V", "dtype").items())))
+        return variants
 
 
 def _facts(kind: Kind, problem: Problem, gpu: Gpu) -> dict[str, dict[str, Any]]:

@@ -1,9 +1,9 @@
-"""The gated RMSNorm of o, in decode and verify, and its absent forms."""
+"""The gated RMSNorm of o, in decode, verify and prefill, and its absent forms."""
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32
-from cutlass.cute.arch import shuffle_sync
+from cutlass.cute.arch import shuffle_sync, shuffle_sync_bfly
 from cutlass.cutlass_dsl import select_
 
 from ..arguments import ABSENT
@@ -48,6 +48,44 @@ def store_o(dtype, draft, o_at, t, o):
     """Store o of token t and the lane's V row."""
     inside = draft.coord.stores_o & (t < draft.length)
     ptx.store_if(dtype, o_at + offset(t, draft.args.stride.o_t), o, inside)
+
+
+def rstd_of(args, squares, V):
+    """1 / RMS of a row, from its sum of squares."""
+    eps = args.size.norm_eps.bitcast(Float32)
+    return cute.math.rsqrt(cute.math.fma(squares, Float32(1 / V), eps))
+
+
+# ------------------------------------------------------------ prefill
+
+
+QUAD_VECTORS = 4
+"""Lanes of a row: lane m has its 16-byte vectors m, m + 4, ..., in which bits follow decode's."""
+
+
+def normalise_vectors(args, o, z, weight_at, dtype):
+    """The norm of a row, of which a lane of four has the vectors o and z: [V / 32][4] words.
+
+    weight_at: shared address of the weight, fp32, from the lane's first vector on. Returns words.
+    The sum of squares adds as decode's: rows l, l + 32, ... in order, then l and l + 16, + 8, ...
+    """
+    rows = [ptx.unpack(words, dtype) for words in o]
+    squares = [Float32(0)] * 8
+    for row in rows:
+        squares = [cute.math.fma(x, x, total) for x, total in zip(row, squares, strict=True)]
+    for lanes in (2, 1):
+        squares = [x + shuffle_sync_bfly(x, offset=lanes) for x in squares]
+    while len(squares) > 1:
+        half = len(squares) // 2
+        squares = [a + b for a, b in zip(squares[:half], squares[half:], strict=True)]
+    rstd = rstd_of(args, squares[0], 8 * QUAD_VECTORS * len(o))
+    normalised = []
+    for i, (row, words) in enumerate(zip(rows, z, strict=True)):
+        gates = [activated(args, x) for x in ptx.unpack(words, dtype)]
+        weights = ptx.load_shared_f32x8(weight_at + i * (32 * QUAD_VECTORS))
+        xs = [x * rstd * (act * w) for x, act, w in zip(row, gates, weights, strict=True)]
+        normalised.append([ptx.pack_x2(xs[i], xs[i + 1], dtype) for i in range(0, 8, 2)])
+    return normalised
 
 
 # ------------------------------------------------------------ decode
@@ -217,7 +255,6 @@ class GatedNorm:
         else:
             cute.arch.sync_threads()
         lane = coord.thread % 32
-        eps = args.size.norm_eps.bitcast(Float32)
         for t in cutlass.range(coord.thread // 32, draft.length, self.warps, unroll=1):
             outputs, factors = self.outputs(shared, t), self.factors(shared, t)
             total = Float32(0)
@@ -225,7 +262,7 @@ class GatedNorm:
                 x = outputs[lane + first]
                 total = cute.math.fma(x, x, total)
             total = arithmetic.sum_lanes(total, 32)
-            rstd = cute.math.rsqrt(cute.math.fma(total, Float32(1 / self.V), eps))
+            rstd = rstd_of(args, total, self.V)
             at = o_at + offset(draft.start + t, args.stride.o_t)
             for first in cutlass.range_constexpr(0, self.cta_rows, 32):
                 head_row = coord.v_tile * self.cta_rows + (lane + first)
@@ -317,5 +354,4 @@ class RowNorm:
             four = shared_vector(at + first, 4).load()
             for i in range(min(4, groups - first)):
                 total = four[i] if total is None else total + four[i]
-        eps = draft.args.size.norm_eps.bitcast(Float32)
-        return cute.math.rsqrt(cute.math.fma(total, Float32(1 / self.V), eps))
+        return rstd_of(draft.args, total, self.V)

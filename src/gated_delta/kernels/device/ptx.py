@@ -248,6 +248,14 @@ def store_if(dtype, address, value, condition):
     )
 
 
+def store_half(address, half, condition):
+    """Store 16 bits to global memory where the condition is true."""
+    cute.arch.inline_ptx(
+        "{ .reg .pred p; setp.ne.s32 p, {$r2}, 0; @p st.global.b16 [{$r0}], {$r1}; }",
+        read_only_args=[address, half, Int32(condition)],
+    )
+
+
 def store_async(address, barrier, cta, value, condition):
     """st.async: store one fp32 number to the shared memory of CTA `cta` of the cluster.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from ..arguments import TOKEN_STRIDES, strides_type
+from ..arguments import NORM_STRIDES, TOKEN_STRIDES, strides_type
 
 CHUNK = 64
 """Tokens of a chunk."""
@@ -49,6 +49,7 @@ PrefillStrides = strides_type(
     checkpoint_lens="nj",
     checkpoint_indices="nj",
     checkpoints="njph",
+    **NORM_STRIDES,
 )
 
 
@@ -70,6 +71,8 @@ class PrefillTensors(NamedTuple):
     checkpoints: int  # [N, C, HV, V, K]; with checkpoint_indices [R, HV, V, K] or the pool
     initial_state: int  # [N, HV, V, K], or the pool [P, HV, V, K]
     final_state: int  # the same
+    z: int  # [N, T, HV, V]
+    norm_weight: int  # [V]
     o: int  # [N, T, HV, V]
 
 
@@ -106,6 +109,9 @@ class PrefillSizes(NamedTuple):
     checkpoint_indices_kind: int
     checkpoints_per_sequence: int
     """C of checkpoint_lens, 0 without."""
+    norm_weight_kind: int
+    norm_eps: int
+    norm_sigmoid: int
 
 
 class WorkspaceShape(NamedTuple):

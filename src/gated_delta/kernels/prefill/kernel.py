@@ -1,6 +1,6 @@
 """The launch of a prefill kernel."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -8,6 +8,8 @@ from cutlass import Float32, Int32, Int64
 
 from ..device import hopper, levels
 from ..device.args import Args, typed
+from ..device.norm import NORM
+from ..device.recurrent import without
 from .arguments import PrefillPointers, PrefillSizes, PrefillStrides
 from .layout import D
 
@@ -16,6 +18,10 @@ Pointers, Strides, Sizes = (
     typed(PrefillStrides, Int32),
     typed(PrefillSizes, Int32),
 )
+
+
+CHECKPOINTS = ("checkpoint",)
+"""How the names of checkpoints' arguments begin."""
 
 
 class PrefillKernel:
@@ -29,6 +35,8 @@ class PrefillKernel:
     """Pointers, scale, the gate's lower bound, strides, sizes."""
     checkpoints = True
     """False drops the arguments of checkpoints: scans' and transitions'."""
+    norm = False
+    """False drops the arguments of the gated norm."""
     boxes: dict[str, hopper.SwizzledTile] = {}  # noqa: RUF012
     """TMA boxes by tensor; `args.maps` has the tensors' maps."""
     split = True
@@ -40,8 +48,8 @@ class PrefillKernel:
     def __call__(
         self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream
     ):
-        if cutlass.const_expr(not self.checkpoints):
-            ptr, stride, size = (without_checkpoints(x) for x in (ptr, stride, size))
+        unused = (*(() if self.checkpoints else CHECKPOINTS), *(() if self.norm else NORM))
+        ptr, stride, size = (without(x, *unused) for x in (ptr, stride, size))
         args = Args(ptr, scale, bound, stride, size)
         if cutlass.const_expr(self.boxes):
             maps = hopper.make_maps(ptr, stride, size, self.boxes, D, self.split)
@@ -57,13 +65,3 @@ class PrefillKernel:
 
     def launch_shared(self, args):
         return self.shared
-
-
-def without_checkpoints(arguments):
-    """Drop the checkpoint arguments: in kernels that store none they would shift the constant bank,
-    and ptxas would give those kernels other registers."""
-    fields = [name for name in arguments._fields if "checkpoint" not in name]
-    values = [getattr(arguments, name) for name in fields]
-    return NamedTuple(
-        type(arguments).__name__, [(x, type(y)) for x, y in zip(fields, values, strict=True)]
-    )(*values)
