@@ -20,7 +20,7 @@ from gated_delta.cli import Commands
 from gated_delta.options import DeviceOption, device_option
 from gated_delta.results import Refusal, Report, make_table, one_line, tracked
 
-from . import layers
+from . import layer_prompts, layers
 from . import serve as serving
 from . import tokens as answers
 from .cells import BUFFERED, CELLS, DETERMINISTIC, PREFILL_TP, TREES, by_label
@@ -30,13 +30,15 @@ from .plot import draw
 from .record import RESULTS, Record, merged, read, summary
 
 TABLES = CELLS | dict(
-    layer=layers.CELLS,
+    layer=layers.CELLS | layer_prompts.CELLS,
     prefill_tp=by_label(PREFILL_TP),
     buffer=by_label(BUFFERED),
     trees=by_label(TREES),
     deterministic=by_label(DETERMINISTIC),
 )
-KNOWN = PEERS | dict(layer=layers.PEERS, prefill_tp=PEERS["prefill"], trees={}, deterministic={})
+KNOWN = PEERS | dict(
+    layer=layer_prompts.PEERS, prefill_tp=PEERS["prefill"], trees={}, deterministic={}
+)
 Op = Enum(
     "Op",
     {
@@ -68,7 +70,7 @@ def measure(
     op: Annotated[
         Op,
         typer.Argument(
-            help="speculate: verify and flush; layer: decode, its convolution and norm; "
+            help="speculate: verify and flush; layer: convolution, decode or prefill, norm; "
             "prefill_tp: prefill, heads under tensor parallelism; buffer: decode with a buffer; "
             "trees: verify of trees of drafts; deterministic: prefill with and without."
         ),
@@ -241,8 +243,8 @@ def serve(
         for name, spread in cell["spread"].items():
             medians = cell.get(name) or cell["kernels_us"][name]
             ranges = [f"{medians[x]:.2f} ({spread[x][0]:.2f}, {spread[x][1]:.2f})" for x in names]
-            gap = name.endswith("gap")  # may be 0
-            ratio = "" if gap else f"{medians['engine'] / medians['gated_delta']:.3f}"
+            absent = name.endswith("gap") or not medians["gated_delta"]  # a kind's kernels may be
+            ratio = "" if absent else f"{medians['engine'] / medians['gated_delta']:.3f}"
             table.add_row(
                 cell["label"], name, *ranges, ratio, cell["verdict"][name] or "few starts"
             )

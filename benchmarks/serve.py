@@ -9,6 +9,7 @@ in turns. Several such starts give medians and ranges.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import gzip
 import json
@@ -26,80 +27,30 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from .models import MODELS, VOCABULARY
+
 BATCHES, PROMPTS, NEW_TOKENS = (1, 8, 64, 256), (512, 4096, 32768), 65
 MAX_TOKENS = 2**20
 """Most tokens of a batch's prompts; larger cells are skipped."""
-VOCABULARY = 32768
-MODELS = {
-    "qwen3_next": dict(  # its linear layers, 6 of 8, between dense ones
-        architectures=["Qwen3_5ForCausalLM"],
-        model_type="qwen3_5_text",
-        hidden_size=2048,
-        intermediate_size=5632,
-        num_hidden_layers=8,
-        layer_types=["linear_attention", "linear_attention", "linear_attention", "full_attention"]
-        * 2,
-        full_attention_interval=4,
-        num_attention_heads=16,
-        num_key_value_heads=2,
-        head_dim=256,
-        linear_conv_kernel_dim=4,
-        linear_key_head_dim=128,
-        linear_num_key_heads=16,
-        linear_num_value_heads=32,
-        linear_value_head_dim=128,
-        attention_bias=False,
-        attention_dropout=0.0,
-        hidden_act="silu",
-        initializer_range=0.02,
-        max_position_embeddings=65536,
-        rms_norm_eps=1e-6,
-        rope_parameters=dict(partial_rotary_factor=0.25, rope_theta=10000.0, rope_type="default"),
-        tie_word_embeddings=False,
-        vocab_size=VOCABULARY,
-        dtype="bfloat16",
-    ),
-    "kimi_linear": dict(  # its linear layers, 3 of 4, and one of MLA, between dense ones
-        architectures=["KimiLinearForCausalLM"],
-        model_type="kimi_linear",
-        hidden_size=2304,
-        intermediate_size=9216,
-        num_hidden_layers=4,
-        num_attention_heads=32,
-        num_key_value_heads=32,
-        first_k_dense_replace=4,
-        linear_attn_config=dict(
-            kda_layers=[1, 2, 3],
-            full_attn_layers=[4],
-            num_heads=32,
-            head_dim=128,
-            short_conv_kernel_size=4,
-        ),
-        kv_lora_rank=512,
-        qk_nope_head_dim=128,
-        qk_rope_head_dim=64,
-        v_head_dim=128,
-        mla_use_nope=True,
-        hidden_act="silu",
-        initializer_range=0.02,
-        model_max_length=65536,
-        rms_norm_eps=1e-5,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=2,
-        tie_word_embeddings=False,
-        vocab_size=VOCABULARY,
-        dtype="bfloat16",
-    ),
+KINDS = {
+    kind: re.compile(names, re.IGNORECASE)
+    for kind, names in {
+        "convolution": "conv1d|short_conv",
+        "recurrence": "gated_delta|delta_rule|chunk_|cumsum|l2norm|recompute_w_u|solve_tril"
+        "|merge_16x16|post_conv|gating|(gdn|kda)_(?!.*norm)|(gather_initial|scatter)_states",
+        "split": "qkvzba|split_reshape|split_qkv",
+        "gated norm": "norm_gated|gated_(rms)?norm|norm_gate|layer_norm_fwd",
+        "experts": "moe|expert|topk|act_and_mul|silu_and_mul|count_and_sort",
+        "attention": "attention|flash|fmha|_fwd_|rope|rotary|mla_|kv_cache|kv_buffer",
+        "all-reduce": "all_?reduce|cross_device_reduce|nccl",
+        "projections": "gemm|nvjet|xmma|cutlass|splitk|gemv",
+        "copies": "memcpy|memset|elementwise|copy|cat_|index|fill",
+    }.items()
 }
-RECURRENCE = re.compile(
-    "gated_delta|delta_rule|chunk_|cumsum|l2norm|recompute_w_u|solve_tril|merge_16x16|post_conv|gating|(gdn|kda)_(?!.*norm)"
-    "|(gather_initial|scatter)_states"
-)
-"""Names of kernels, ours and the engines', between a linear layer's convolution and its norm.
+"""Names of GPU kernels, ours and the engines', by kind; the first that matches counts.
 
-An engine's copies of states or inputs by PyTorch's kernels have no such names: they count in `all`
-alone.
+The recurrence is what stands between a linear layer's convolution and its norm; our decode may
+include the norm. Kernels of no kind count in `all` alone.
 """
 
 
@@ -143,15 +94,18 @@ class Server(NamedTuple):
 
     answer(prompts, new_tokens, top): top adds log probabilities. profile(on): starts the engine's
     profiler, or stops it and writes its trace. ranks(): gated_delta's report of each rank, if the
-    engine can query its processes.
+    engine can query its processes. experts(prompts): the experts of each prompt's next token,
+    [layers, experts a token]; the engine's option enable_return_routed_experts has to be on.
     """
 
     answer: Callable[[Prompts, int, bool], list[Answer]]
     profile: Callable[[bool], object]
+    experts: Callable[[Prompts], list[Any]] = lambda prompts: []
     ranks: Callable[[], list[list[str]]] = lambda: []
 
 
 def sglang(model: str, plugin: bool, options: dict[str, Any], traces: Path) -> Server:
+    import numpy
     import sglang
 
     modes = ("decode", "prefill", "verify") if plugin else ()
@@ -179,7 +133,17 @@ def sglang(model: str, plugin: bool, options: dict[str, Any], traces: Path) -> S
         else:
             engine.stop_profile()
 
-    return Server(answer, profile)
+    def experts(prompts: Prompts) -> list[Any]:
+        sampling = dict(temperature=0, max_new_tokens=2, ignore_eos=True)
+        outputs = engine.generate(
+            input_ids=prompts, sampling_params=sampling, return_routed_experts=True
+        )
+        config = json.loads(Path(model, "config.json").read_text())
+        width = config["num_hidden_layers"], config["num_experts_per_tok"]
+        routed = (base64.b64decode(output["meta_info"]["routed_experts"]) for output in outputs)
+        return [numpy.frombuffer(x, numpy.int32).reshape(-1, *width)[-1] for x in routed]
+
+    return Server(answer, profile, experts)
 
 
 def vllm(model: str, plugin: bool, options: dict[str, Any], traces: Path) -> Server:
@@ -216,7 +180,13 @@ def vllm(model: str, plugin: bool, options: dict[str, Any], traces: Path) -> Ser
     def profile(on: bool) -> None:
         (engine.start_profile if on else engine.stop_profile)()
 
-    return Server(answer, profile, lambda: engine.collective_rpc("gated_delta_report"))
+    def experts(prompts: Prompts) -> list[Any]:
+        sampling = SamplingParams(temperature=0, max_tokens=2, detokenize=False, ignore_eos=True)
+        inputs = [dict(prompt_token_ids=prompt) for prompt in prompts]
+        outputs = engine.generate(inputs, sampling, use_tqdm=False)
+        return [request.outputs[0].routed_experts[-1] for request in outputs]
+
+    return Server(answer, profile, experts, lambda: engine.collective_rpc("gated_delta_report"))
 
 
 class Reports:
@@ -267,7 +237,7 @@ def transformers(model: str, plugin: bool, options: dict[str, Any], traces: Path
     def ranks() -> list[list[str]]:
         return [[str(row) for row in handle.report()]] if handle else []
 
-    return Server(answer, profile, ranks)
+    return Server(answer, profile, ranks=ranks)
 
 
 ENGINES = dict(sglang=sglang, vllm=vllm, transformers=transformers)
@@ -291,7 +261,7 @@ def timed(server: Server, cell: Cell, repeat: int) -> dict[str, Any]:
 
 
 def kernels(server: Server, cell: Cell, traces: Path, repeat: int) -> dict[str, float]:
-    """us of GPU kernels, the recurrence's and all, for the prompts and for a decode step."""
+    """us of GPU kernels, by kind and of all, for the prompts and for a decode step."""
     runs = []
     for new_tokens in (1, NEW_TOKENS):
         server.profile(True)
@@ -299,12 +269,20 @@ def kernels(server: Server, cell: Cell, traces: Path, repeat: int) -> dict[str, 
         server.profile(False)
         runs.append(profiled(traces))
     prefill, both = runs
-    steps = {f"decode {name}": (both[name] - prefill[name]) / (NEW_TOKENS - 1) for name in prefill}
+    steps = {f"decode {name}": (both[name] - us) / (NEW_TOKENS - 1) for name, us in prefill.items()}
     return {f"prefill {name}": us for name, us in prefill.items()} | steps
 
 
+def distinct(routed: list[Any]) -> list[int]:
+    """Distinct experts of a step's tokens in each layer; routed: [layers, experts] per token.
+
+    Few of them mean that the random router sends all tokens to the same experts.
+    """
+    return [len({int(e) for token in layer for e in token}) for layer in zip(*routed, strict=True)]
+
+
 def profiled(traces: Path) -> dict[str, float]:
-    """us of the recurrence's kernels and of all in rank 0's trace; removes every rank's trace."""
+    """us of each kind's kernels and of all in rank 0's trace; removes every rank's trace."""
     files = sorted(traces.rglob("*.json*"))
     if not files:
         raise RuntimeError(f"the engine's profiler left no trace in {traces}")
@@ -314,9 +292,14 @@ def profiled(traces: Path) -> dict[str, float]:
     ]
     for file in files:
         file.unlink()
-    return dict(
-        recurrence=busy(e for e in events if RECURRENCE.search(e["name"])), all=busy(events)
-    )
+    of = {name: kind(name) for name in {event["name"] for event in events}}
+    by_kind = {x: busy(event for event in events if of[event["name"]] == x) for x in KINDS}
+    return by_kind | dict(all=busy(events))
+
+
+def kind(kernel: str) -> str | None:
+    """The kind of KINDS that a kernel's name matches first."""
+    return next((kind for kind, names in KINDS.items() if names.search(kernel)), None)
 
 
 def busy(events: Iterable[dict[str, Any]]) -> float:
@@ -352,6 +335,8 @@ def main(lines: Iterator[str]) -> None:
                     say(**kernels(server, CELLS[label], traces, repeat))
                 case {"prompts": prompts, "new_tokens": new_tokens, "top": top}:
                     say(answers=server.answer(prompts, new_tokens, top))
+                case {"experts": label}:
+                    say(experts=distinct(server.experts(prompts_of(CELLS[label], -1))))
                 case {"ranks": True}:
                     say(ranks=server.ranks())
 
@@ -382,7 +367,7 @@ class Process:
         options: dict[str, Any],
         said: Callable[[str], object],
     ):
-        self.engine, self.said = engine, said
+        self.engine, self.options, self.said = engine, options, said
         self.output = deque[str](maxlen=60)
         command = [sys.executable, "-m", "benchmarks.serve"]
         pipes: dict[str, Any] = dict(
@@ -443,8 +428,10 @@ def measure(sides: dict[bool, Process], cell: Cell) -> list[dict[str, Any]]:
         us["prefill gap"] = 1e6 * first - us["prefill all"]
         us["decode gap"] = 1e6 * tpot_s - us["decode all"]
         times = dict(ttft_ms=1e3 * first, tpot_ms=1e3 * tpot_s, kernels_us=us)
-        tokens = rounds[-1][plugin]["tokens"]
-        samples.append(dict(plugin=plugin, cell=cell.label, **times, tokens=tokens))
+        sample = dict(plugin=plugin, cell=cell.label, **times, tokens=rounds[-1][plugin]["tokens"])
+        if "enable_return_routed_experts" in side.options:
+            sample |= side.ask(experts=cell.label)
+        samples.append(sample)
     return samples
 
 
@@ -470,6 +457,7 @@ def compared(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
         values = {
             name: {side: [start[name] for start in starts] for side, starts in sides.items()}
             for name in times(one[0])
+            if any(start[name] for starts in sides.values() for start in starts)
         }
         medians = each(statistics.median, values)
         record: dict[str, Any] = dict(

@@ -110,8 +110,12 @@ def test_both_kernels_are_measured_in_every_cell_asked_for(engine):
         )
         kernels = {
             "prefill recurrence": (100, 100),
+            "prefill projections": (10, 10),
+            "prefill copies": (1, 1),
             "prefill all": (111, 111),
             "decode recurrence": (4, 3),
+            "decode projections": (10, 10),
+            "decode copies": (1, 1),
             "decode all": (15, 14),
         }
         gaps = {name: record["kernels_us"].pop(name) for name in ("prefill gap", "decode gap")}
@@ -130,7 +134,7 @@ def test_sides_are_timed_in_turns(monkeypatch):
 
     class Side:
         def __init__(self, plugin):
-            self.plugin = plugin
+            self.plugin, self.options = plugin, {}
 
         def ask(self, repeat, profile=None, **_):
             asked.append((self.plugin, repeat))
@@ -189,27 +193,36 @@ def test_vllms_workers_report_by_a_methods_name(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("kernel", "counts"),
+    ("kernel", "kind"),
     [
-        ("kernel_cutlass_kernel_gated_deltakernelsdecodeDecode_object_at__DecodePointers", True),
-        ("fused_recurrent_gated_delta_rule_packed_decode_kernel", True),
-        ("chunk_gated_delta_rule_fwd_kernel_h_blockdim64", True),
-        ("chunk_kda_fwd_kernel_intra_sub_chunk", True),
-        ("merge_16x16_to_64x64_inverse_kernel", True),
-        ("l2norm_fwd_kernel", True),
-        ("fused_gdn_gating_kernel", True),
-        ("_fused_post_conv_kernel", True),
-        ("_gather_initial_states_kernel", True),
-        ("_causal_conv1d_update_kernel", False),
-        ("_gdn_mtp_gated_rmsnorm_kernel", False),
-        ("layer_norm_gated_fwd_kernel", False),
-        ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNN", False),
-        ("_fwd_kernel", False),
-        ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add>", False),
+        ("kernel_cutlass_kernel_gated_deltakernelsdecodeDecode_object_at__", "recurrence"),
+        ("fused_recurrent_gated_delta_rule_packed_decode_kernel", "recurrence"),
+        ("chunk_gated_delta_rule_fwd_kernel_h_blockdim64", "recurrence"),
+        ("chunk_kda_fwd_kernel_intra_sub_chunk", "recurrence"),
+        ("merge_16x16_to_64x64_inverse_kernel", "recurrence"),
+        ("l2norm_fwd_kernel", "recurrence"),
+        ("fused_gdn_gating_kernel", "recurrence"),
+        ("_fused_post_conv_kernel", "recurrence"),
+        ("_gather_initial_states_kernel", "recurrence"),
+        ("_causal_conv1d_update_kernel", "convolution"),
+        ("fused_qkvzba_split_reshape_cat_kernel", "split"),
+        ("_gdn_mtp_gated_rmsnorm_kernel", "gated norm"),
+        ("layer_norm_gated_fwd_kernel", "gated norm"),
+        ("fused_moe_kernel", "experts"),
+        ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNN", "projections"),
+        ("_fwd_kernel", "attention"),
+        ("cross_device_reduce_1stage", "all-reduce"),
+        ("void at::native::vectorized_elementwise_kernel<4>", "copies"),
+        ("rmsnorm_kernel", None),
     ],
 )
-def test_kernels_of_the_recurrence_are_known_by_name(kernel, counts):
-    assert bool(serve.RECURRENCE.search(kernel)) == counts
+def test_a_kernel_counts_for_its_kind(kernel, kind):
+    assert serve.kind(kernel) == kind
+
+
+def test_distinct_experts_are_counted_in_each_layer():
+    """Two tokens, two layers: the router of the second one sends both to the same experts."""
+    assert serve.distinct([[[0, 1], [4, 5]], [[1, 2], [5, 4]]]) == [3, 2]
 
 
 def test_overlapping_kernels_count_once():
