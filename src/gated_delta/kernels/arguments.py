@@ -35,7 +35,8 @@ TOKEN_STRIDES = dict(
     q="nth", k="nth", v="nth", g="nthc", beta="nth", o="nthc", A_log="h", dt_bias="hc"
 )
 BUFFER_STRIDES = dict(buffer_u="rth", buffer_k="rth")
-NORM_STRIDES = dict(z="nth", norm_weight="c", out_scales="nth")
+NORM_STRIDES = dict(z="nth", norm_weight="c")
+FP8_STRIDES = dict(out_scales="nth")
 
 
 def strides_type(name: str, **dims: str) -> Any:
@@ -65,6 +66,7 @@ DecodeStrides = strides_type(
     buffer_indices="n",
     buffer_lens="n",
     **NORM_STRIDES,
+    **FP8_STRIDES,
 )
 VerifyStrides = strides_type(
     "VerifyStrides",
@@ -78,6 +80,7 @@ VerifyStrides = strides_type(
     buffer_lens="n",
     parents="nt",
     **NORM_STRIDES,
+    **FP8_STRIDES,
 )
 FlushStrides = strides_type(
     "FlushStrides",
