@@ -21,7 +21,7 @@ from vllm.platforms.interface import Platform
 from vllm.v1 import kv_cache_interface
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionBackend, GDNAttentionMetadataBuilder
 
-from gated_delta import api
+from gated_delta import api, problem
 from gated_delta.compile import flag
 from gated_delta.integrations.engine import load
 from gated_delta.integrations.vllm import commit, process
@@ -142,6 +142,8 @@ class Builder(GDNAttentionMetadataBuilder):
             return
         counts = m.step.accept(sampled)
         boundary, last = commit.slots_of(m, counts)
+        if problem.CHECK:
+            commit.check(m, counts, boundary, last)
         for windows in self.windows:
             width = windows.shape[2] - self.num_spec
             moves = [(boundary, counts.boundary), (last, counts.accepted)]
