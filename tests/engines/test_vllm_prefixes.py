@@ -14,7 +14,7 @@ import torch
 import vllm_steps
 
 from gated_delta import problem
-from gated_delta.integrations.vllm import commit
+from gated_delta.integrations.vllm import commit, kvbuffer
 
 COMMON = dict(max_num_seqs=6, max_num_batched_tokens=64)
 CASES: dict[str, dict[str, Any]] = dict(
@@ -56,6 +56,22 @@ def test_a_state_without_a_block_is_noticed(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(commit, "slots_of", freed)
     with pytest.raises(RuntimeError, match=r"states 0 0: expected blocks .*, got none, in rows \["):
         runner.serve(10)
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_other_layers_with_states(cached: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as the short convolutions of Qwen3.8-Flash-Next."""
+    runner = vllm_steps.Runner(monkeypatch, 0, **COMMON | CASES["block"])
+    kvbuffer.refuse_others(runner.config)
+    layers = runner.config.compilation_config.static_forward_context
+    layers["ple"] = object.__new__(type("ShortConv", (type(layers["states 0 0"]),), {}))
+    vars(layers["ple"]).update(buffered=False)
+    if cached:
+        with pytest.raises(RuntimeError, match="KVBUFFER=1: ple needs --no-enable-prefix-caching"):
+            kvbuffer.refuse_others(runner.config)
+    else:
+        monkeypatch.setattr(runner.config.cache_config, "mamba_cache_mode", "none")
+        kvbuffer.refuse_others(runner.config)
 
 
 def test_connectors_save_what_was_committed(monkeypatch: pytest.MonkeyPatch) -> None:
