@@ -237,16 +237,18 @@ def test_memory_of_drafts_is_what_the_plug_in_logs(plan, monkeypatch, caplog):
     """At 8 requests; the engine has a row more."""
     caplog.set_level(logging.INFO, sglang_process.LOG.name)
     drafts = plan("sglang", NEXT, tp=2, drafts=4, requests=8).drafts
-    sizes = dict(T=4, H=2, HV=4, K=64, V=128, gate="head", num_layers=6, device="meta")
+    sizes = dict(T=16, H=2, HV=4, K=64, V=128, gate="head", num_layers=6, device="meta")
     monkeypatch.setattr(sglang_kvbuffer, "sizes", lambda configurator: sizes)
+    monkeypatch.setattr(sglang_process.state, "ring", None)
 
     @dataclasses.dataclass
     class Cache:
         intermediate_ssm: object
+        temporal: object
 
     scratch = torch.empty(6, 9, 4, 4, 128, 64, device="meta")
-    pool = SimpleNamespace(mamba_cache=Cache(scratch), mem_usage=0)
-    sglang_kvbuffer._replace(SimpleNamespace(mamba_pool=pool), None)
+    pool = SimpleNamespace(mamba_cache=Cache(scratch, scratch[:, :, 0]), mem_usage=0)
+    sglang_kvbuffer._replace(SimpleNamespace(mamba_pool=pool, alloc_rows=None), None)
     states, buffer = (f"{drafts[name] / 2**30:.3f}" for name in ("states", "kvbuffer"))
     assert caplog.messages == [
         f"gated_delta keeps drafts in {buffer} GiB, in place of {states} GiB of states"

@@ -22,7 +22,7 @@ from . import compile
 from .gpus import GPUS, PRODUCTS, Gpu, card_of, product
 from .integrations.engine import card_check, load, releases
 from .integrations.sglang.kernels import ring_lacks
-from .integrations.sglang.process import drafts_need
+from .integrations.sglang.process import drafts_need, room
 from .integrations.sglang.start import Layer
 from .integrations.vllm.calls import Recurrence, too_many
 from .ops.launch import MAX_NORM
@@ -457,9 +457,12 @@ def _sglang(asked: Asked, model: Model) -> tuple[list[Mode], dict[str, int]]:
     sizes: dict[str, Any] = dict(H=H, HV=HV, K=K, V=V, gate=gate)
     if 0 < T <= MAX_DRAFT:
         rows = asked.requests + 1  # and the padding's
-        buffer = KVBuffer.empty(rows, T, **sizes, num_layers=layers, device="meta")
+        tokens = T if asked.tree else room(T)
+        buffer = KVBuffer.empty(rows, tokens, **sizes, num_layers=layers, device="meta")
         drafts = dict(states=model.state_bytes(rows * T), kvbuffer=buffer.nbytes)
-        scratch = KVBuffer.empty(2, T, **sizes) if in_kvbuffer else state.new_empty(2, T, HV, V, K)
+        scratch = state.new_empty(2, T, HV, V, K)
+        if in_kvbuffer:
+            scratch = KVBuffer.empty(2, tokens, **sizes)
     ring, own_ring = None, compile.flag("GATED_DELTA_SGLANG_RING", False)
     if own_ring:
         ring = KVBuffer.empty(2, 1, **sizes)

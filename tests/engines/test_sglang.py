@@ -806,15 +806,16 @@ def test_a_graph_steps_the_ring_as_it_replays(monkeypatch):
     assert given["buffer_lens"].tolist()[:2] == [3, ~0]
     assert ring.lens.tolist()[1:] == [0, 2, 0]
     ring.drafts, batch.forward_mode = 2, ForwardMode.TARGET_VERIFY
+    ring.lens[3] = 2
     backend.init_forward_metadata_in_graph(batch)  # which advances no length
-    assert ring.step_lens[:2].tolist() == [0, 2]
-    assert ring.lens.tolist()[1:] == [0, 2, 0]
+    assert ring.step_lens[:2].tolist() == [2, 0]
+    assert ring.lens.tolist()[1:] == [0, 2, 2]
     batch.forward_mode = ForwardMode.DECODE  # not with drafts: it finds the states whole
     for part in (ring.buffer.u, ring.buffer.k, ring.buffer.log_decay):
         part.fill_(0.5)
     backend.init_forward_metadata_out_graph(batch)
-    assert ring.states.flatten(2).any(2).tolist() == [[slot == 2 for slot in range(P)]]
-    assert not ring.lens[1:].any()
+    assert ring.states.flatten(2).any(2).tolist() == [[slot == 5 for slot in range(P)]]
+    assert ring.lens.tolist()[1:] == [0, 2, 0]
     with pytest.raises(RuntimeError, match="room for batches of 72, not 73"):
         ring.step(torch.ones(73), torch.ones(73), None)
 

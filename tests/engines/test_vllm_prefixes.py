@@ -13,7 +13,8 @@ import pytest
 import torch
 import vllm_steps
 
-from gated_delta.integrations.vllm import commit
+from gated_delta import problem
+from gated_delta.integrations.vllm import commit, kvbuffer
 
 COMMON = dict(max_num_seqs=6, max_num_batched_tokens=64)
 CASES: dict[str, dict[str, Any]] = dict(
@@ -34,11 +35,43 @@ class Saving(vllm_steps.Runner):
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_hashed_block(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(problem, "CHECK", True)
     runner = Saving(monkeypatch, 0, **COMMON | CASES[case])
     runner.serve(40)
     rare = {"aborted", "preempted", "one-token rest", "one-token part"}
     assert [x for x, n in runner.seen.items() if not n and x not in rare] == []
     assert runner.seen["checked"] > 1000
+
+
+def test_a_state_without_a_block_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With GATED_DELTA_CHECK=1; without it flush drops such a state."""
+    runner = vllm_steps.Runner(monkeypatch, 0, **COMMON | CASES["block"])
+    monkeypatch.setattr(problem, "CHECK", True)
+    slots_of = commit.slots_of
+
+    def freed(m: Any, counts: Any) -> Any:
+        at_end, last = slots_of(m, counts)
+        return (at_end * 0, last) if (counts.boundary > 0).any() else (at_end, last)
+
+    monkeypatch.setattr(commit, "slots_of", freed)
+    with pytest.raises(RuntimeError, match=r"states 0 0: expected blocks .*, got none, in rows \["):
+        runner.serve(10)
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_other_layers_with_states(cached: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as the short convolutions of Qwen3.8-Flash-Next."""
+    runner = vllm_steps.Runner(monkeypatch, 0, **COMMON | CASES["block"])
+    kvbuffer.refuse_others(runner.config)
+    layers = runner.config.compilation_config.static_forward_context
+    layers["ple"] = object.__new__(type("ShortConv", (type(layers["states 0 0"]),), {}))
+    vars(layers["ple"]).update(buffered=False)
+    if cached:
+        with pytest.raises(RuntimeError, match="KVBUFFER=1: ple needs --no-enable-prefix-caching"):
+            kvbuffer.refuse_others(runner.config)
+    else:
+        monkeypatch.setattr(runner.config.cache_config, "mamba_cache_mode", "none")
+        kvbuffer.refuse_others(runner.config)
 
 
 def test_connectors_save_what_was_committed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from gated_delta.integrations.engine import card_check, load
 from gated_delta.integrations.sglang import process
 from gated_delta.integrations.sglang.ring import Ring, register_folds, rules
 from gated_delta.integrations.sglang.start import Layer
-from gated_delta.problem import MAX_BUFFER, KVBuffer, unique
+from gated_delta.problem import KVBuffer, unique
 from gated_delta.replaced import replaced
 
 CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
@@ -110,7 +110,7 @@ def _capacity(configurator: Any, drafts: int, tree: bool) -> int:
     if missing := next((rule for rule, held in kept.items() if not held), ""):
         process.LOG.info("gated_delta folds drafts after every verify; seldom needs %s", missing)
         return drafts
-    return min(4 * drafts, MAX_BUFFER)
+    return process.room(drafts)
 
 
 def layer_of(configurator: Any) -> Layer | None:

@@ -106,9 +106,9 @@ class Ring:
         self.lens[rows] = (lens * ~full).int()
 
     def fold(self, rows: Tensor, slots: Tensor) -> None:
-        """Folds rows into the states of their slots."""
+        """Folds rows into the states of their slots; slots up to 0 pad."""
         self.empty()
-        rows = rows.long()
+        rows = rows.long() * (slots > 0)
         where: dict[str, Any] = dict(state_indices=slots, buffer_indices=rows, null_index=0)
         backend = process.backend_for(self.states)
         api.flush(self.states, self.buffer, self.lens[rows], **where, backend=backend)

@@ -128,6 +128,19 @@ def slots_of(m: Metadata, counts: Counts) -> tuple[Tensor, Tensor]:
     return at_end, table[rows, counts.column]
 
 
+def check(m: Metadata, counts: Counts, at_end: Tensor, last: Tensor) -> None:
+    """Raises RuntimeError for sequences whose block table has no block for a state: flush would
+    drop the state. Waits for the device."""
+    assert m.step is not None
+    lost = (last <= NULL_BLOCK_ID) | ((counts.boundary > 0) & (at_end <= NULL_BLOCK_ID))
+    if lost.any():
+        rows, column = m.step.rows[lost].tolist(), counts.column[lost].tolist()
+        expected = (
+            f"expected blocks in columns {column}, and those before them, for accepted drafts"
+        )
+        raise RuntimeError(f"{m.builder.layers[0].prefix}: {expected}, got none, in rows {rows}")
+
+
 def move_windows(windows: Tensor, width: int, source: Tensor, moves: list[Any]) -> None:
     """Moves convolution windows, at once, to where a step's tokens end.
 

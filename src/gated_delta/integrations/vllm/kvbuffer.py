@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.platforms.interface import Platform
 from vllm.v1 import kv_cache_interface
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionBackend, GDNAttentionMetadataBuilder
 
-from gated_delta import api
+from gated_delta import api, problem
 from gated_delta.compile import flag
 from gated_delta.integrations.engine import load
 from gated_delta.integrations.vllm import commit, process
@@ -142,6 +143,8 @@ class Builder(GDNAttentionMetadataBuilder):
             return
         counts = m.step.accept(sampled)
         boundary, last = commit.slots_of(m, counts)
+        if problem.CHECK:
+            commit.check(m, counts, boundary, last)
         for windows in self.windows:
             width = windows.shape[2] - self.num_spec
             moves = [(boundary, counts.boundary), (last, counts.accepted)]
@@ -214,6 +217,22 @@ def _lacks_of_runner(layer: Any, vllm_config: Any) -> dict[str, bool]:
         ),
         f"--block-size {drafts} or more, got {block}": cached and (block or 0) < drafts,
     }
+
+
+def refuse_others(vllm_config: Any) -> None:
+    """Raises RuntimeError if vLLM's prefix cache has states of layers whose drafts are not ours.
+
+    vLLM counts a request's accepted drafts once, for all of its states.
+    """
+    layers = vllm_config.compilation_config.static_forward_context
+    others = [
+        name
+        for name, layer in layers.items()
+        if isinstance(layer, MambaBase) and not getattr(layer, "buffered", False)
+    ]
+    if others and vllm_config.cache_config.mamba_cache_mode != "none":
+        needed = "--no-enable-prefix-caching, or every layer with states on gated_delta"
+        raise RuntimeError(f"{DRAFTS}=1: {others[0]} needs {needed}")
 
 
 def ring_tokens(vllm_config: Any) -> int:
