@@ -231,6 +231,9 @@ def sglang_stubs() -> dict[str, ModuleType]:
     vars(stubs["sglang.srt.utils"]).update(
         cdiv=lambda a, b: -(-a // b), next_power_of_2=lambda n: 1 << (n - 1).bit_length()
     )
+    stubs["sglang.srt.environ"] = environ = ModuleType("sglang.srt.environ")
+    no = SimpleNamespace(get=lambda: False)
+    vars(environ).update(envs=SimpleNamespace(SGLANG_USE_AITER=no))
     stubs["sglang.kernels.ops.attention"] = attention = ModuleType("sglang.kernels.ops.attention")
     # A CUDA kernel, slower on an H200.
     vars(attention).update(kda_packed_decode=SimpleNamespace(covered=lambda *_: False))
