@@ -261,9 +261,32 @@ def scanned_segments(segments: int, ctas: int, sms: int) -> int:
     return min(range(1, segments + 1), key=cost, default=1)
 
 
-def grid_slots(sequences: int, total: int, tokens: int) -> int:
-    """The most that packed sequences need if `tokens` of one take a slot, and each at least one."""
-    return max(-(-total // tokens), 1) if sequences == 1 else total // tokens + sequences
+class Grid(NamedTuple):
+    """The fields of PrefillSizes that a grid has."""
+
+    grid_chunks: int
+    whole_segments: int
+    scan_chunks: int
+
+    @classmethod
+    def of(cls, problem: Problem, N: int, total: int, T: int, sms: int) -> Grid:
+        """Of N sequences: dense ones of T tokens, or packed ones."""
+        assert problem.grid is not None
+        segments = -(-(total // N or T) // problem.grid)
+        each = scanned_segments(segments, N * problem.HV * problem.V // 64, sms)
+        whole = -(-total // problem.grid) if total else N * (T // problem.grid)
+        chunks = problem.grid // CHUNK
+        return cls(chunks, whole, chunks * each)
+
+    def slots(self, N: int, total: int, T: int) -> int:
+        """The most that the scan needs, a sequence at least one."""
+        tokens = self.scan_chunks * CHUNK
+        if N == 1 or not total:
+            return N * max(-(-(total or T) // tokens), 1)
+        return total // tokens + N
+
+
+NO_GRID = Grid(0, 0, 0)
 
 
 def _final_shape(a: Arguments) -> tuple[int, ...]:
@@ -306,12 +329,10 @@ class PrefillLaunch(TokensLaunch):
         # At least N: prepare, where it ranks the sequences, has a CTA for each.
         chunk_slots = max(-(-total // CHUNK) + N - 1 if packed else N * -(-T // CHUNK), N, 1)
         kind, segments, _ = plan.schedule
-        grid, whole_segments, scan_tokens = problem.grid if kind.on_grid else None, 0, 0
-        if grid is not None:
-            whole_segments = -(-total // grid) if packed else N * (T // grid)
-            most = scanned_segments(-(-(total // N or T) // grid), N * HV * problem.V // 64, sms)
-            scan_tokens = grid * most
-            segments = grid_slots(N, total, scan_tokens) if packed else N * -(-T // scan_tokens)
+        grid = NO_GRID
+        if kind.on_grid:
+            grid = Grid.of(problem, N, total, T, sms)
+            segments = grid.slots(N, total, T)
         self.workspace = lay_out_workspace(
             WorkspaceShape(
                 N=N,
@@ -321,10 +342,12 @@ class PrefillLaunch(TokensLaunch):
                 channel=channel,
                 raw=kind.raw,
                 segments=segments,
-                whole_segments=whole_segments,
+                whole_segments=grid.whole_segments,
                 has_windows=kind.has_windows(problem),
                 # CTAs that all run at once need no order, and a scan without one starts early.
-                ranked=packed and not grid and N * HV * segments * (problem.V // kind.rows) > sms,
+                ranked=packed
+                and not kind.on_grid
+                and N * HV * segments * (problem.V // kind.rows) > sms,
                 queued=kind.is_queued(N * HV, sms),
                 overlapped=kind.overlapped,
             )
@@ -348,9 +371,7 @@ class PrefillLaunch(TokensLaunch):
                 checkpoints_per_sequence=0
                 if a.checkpoint_lens is None
                 else a.checkpoint_lens.shape[1],
-                grid_chunks=(grid or 0) // CHUNK,
-                whole_segments=whole_segments,
-                scan_chunks=scan_tokens // CHUNK,
+                **grid._asdict(),
             )
         )
 
