@@ -301,6 +301,11 @@ def _checkpoint_strides(a: Arguments) -> list[int]:
     return [sequence if len(a.q) > 1 or a.cu_seqlens is not None else 0, checkpoint, 0, head]
 
 
+def _checkpoints_of(a: Arguments) -> int:
+    """Checkpoints of a sequence."""
+    return 0 if a.checkpoint_lens is None else a.checkpoint_lens.shape[1]
+
+
 def _final_dtype(a: Arguments) -> torch.dtype:
     return torch.float32 if a.initial_state is None else a.initial_state.dtype
 
@@ -309,17 +314,15 @@ class PrefillLaunch(TokensLaunch):
     """A launch of prefill for given shapes and strides."""
 
     def __init__(self, operation: Operation, problem: Problem, plan: Plan, a: Arguments):
-        pooled = a.state is not None
         self.checkpoints_in_pool = a.checkpoint_indices is not None and a.checkpoints is None
-        sources = dict(initial_state="state", final_state="state") if pooled else {}
+        sources = {} if a.state is None else dict(initial_state="state", final_state="state")
         sources |= dict(checkpoints="state") if self.checkpoints_in_pool else {}
         super().__init__(operation, problem, plan, a, sources)
         channel, packed = a.g.ndim == 4, a.cu_seqlens is not None
         states = ("initial_state", "state", "final_state", "checkpoints")
         self.vectors = ("q", "k", "v", *states, "out", *(("g",) if channel else ()))
-        self.final_shape = (
-            _final_shape(a) if a.output_final_state and a.final_state is None else None
-        )
+        allocates = a.output_final_state and a.final_state is None
+        self.final_shape = _final_shape(a) if allocates else None
         """Shape of the final state that a call allocates; None: it allocates none."""
         self.final_dtype = _final_dtype(a)
         self.final_at = None if a.final_state is None else self.given.index("final_state")
@@ -328,11 +331,9 @@ class PrefillLaunch(TokensLaunch):
         total, T = (a.q.shape[1], 0) if packed else (0, a.q.shape[1])
         # At least N: prepare, where it ranks the sequences, has a CTA for each.
         chunk_slots = max(-(-total // CHUNK) + N - 1 if packed else N * -(-T // CHUNK), N, 1)
-        kind, segments, _ = plan.schedule
-        grid = NO_GRID
-        if kind.on_grid:
-            grid = Grid.of(problem, N, total, T, sms)
-            segments = grid.slots(N, total, T)
+        kind = plan.schedule.kind
+        grid = Grid.of(problem, N, total, T, sms) if kind.on_grid else NO_GRID
+        segments = grid.slots(N, total, T) if kind.on_grid else plan.schedule.segments
         self.workspace = lay_out_workspace(
             WorkspaceShape(
                 N=N,
@@ -368,9 +369,7 @@ class PrefillLaunch(TokensLaunch):
                 segments=segments,
                 sms=sms,
                 scan_sms=min(N * HV, int(RAW_SHARE * sms)) if kind.raw and kind.overlapped else 0,
-                checkpoints_per_sequence=0
-                if a.checkpoint_lens is None
-                else a.checkpoint_lens.shape[1],
+                checkpoints_per_sequence=_checkpoints_of(a),
                 **grid._asdict(),
             )
         )
