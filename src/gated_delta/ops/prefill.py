@@ -272,9 +272,32 @@ def scanned_segments(segments: int, ctas: int, sms: int) -> int:
     return min(range(1, segments + 1), key=cost, default=1)
 
 
-def grid_slots(sequences: int, total: int, tokens: int) -> int:
-    """The most that packed sequences need if `tokens` of one take a slot, and each at least one."""
-    return max(-(-total // tokens), 1) if sequences == 1 else total // tokens + sequences
+class Grid(NamedTuple):
+    """The fields of PrefillSizes that a grid has."""
+
+    grid_chunks: int
+    whole_segments: int
+    scan_chunks: int
+
+    @classmethod
+    def of(cls, problem: Problem, N: int, total: int, T: int, sms: int) -> Grid:
+        """Of N sequences: dense ones of T tokens, or packed ones."""
+        assert problem.grid is not None
+        segments = -(-(total // N or T) // problem.grid)
+        each = scanned_segments(segments, N * problem.HV * problem.V // 64, sms)
+        whole = -(-total // problem.grid) if total else N * (T // problem.grid)
+        chunks = problem.grid // CHUNK
+        return cls(chunks, whole, chunks * each)
+
+    def slots(self, N: int, total: int, T: int) -> int:
+        """The most that the scan needs, a sequence at least one."""
+        tokens = self.scan_chunks * CHUNK
+        if N == 1 or not total:
+            return N * max(-(-(total or T) // tokens), 1)
+        return total // tokens + N
+
+
+NO_GRID = Grid(0, 0, 0)
 
 
 def _by_group(z: Tensor | None, H: int) -> Tensor | None:
@@ -299,6 +322,11 @@ def _checkpoint_strides(a: Arguments) -> list[int]:
     return [sequence if len(a.q) > 1 or a.cu_seqlens is not None else 0, checkpoint, 0, head]
 
 
+def _checkpoints_of(a: Arguments) -> int:
+    """Checkpoints of a sequence."""
+    return 0 if a.checkpoint_lens is None else a.checkpoint_lens.shape[1]
+
+
 def _final_dtype(a: Arguments) -> torch.dtype:
     return torch.float32 if a.initial_state is None else a.initial_state.dtype
 
@@ -307,17 +335,15 @@ class PrefillLaunch(TokensLaunch):
     """A launch of prefill for given shapes and strides."""
 
     def __init__(self, operation: Operation, problem: Problem, plan: Plan, a: Arguments):
-        pooled = a.state is not None
         self.checkpoints_in_pool = a.checkpoint_indices is not None and a.checkpoints is None
-        sources = dict(initial_state="state", final_state="state") if pooled else {}
+        sources = {} if a.state is None else dict(initial_state="state", final_state="state")
         sources |= dict(checkpoints="state") if self.checkpoints_in_pool else {}
         super().__init__(operation, problem, plan, a, sources)
         channel, packed = a.g.ndim == 4, a.cu_seqlens is not None
         states = ("initial_state", "state", "final_state", "checkpoints")
         self.vectors = ("q", "k", "v", "z", *states, "out", *(("g",) if channel else ()))
-        self.final_shape = (
-            _final_shape(a) if a.output_final_state and a.final_state is None else None
-        )
+        allocates = a.output_final_state and a.final_state is None
+        self.final_shape = _final_shape(a) if allocates else None
         """Shape of the final state that a call allocates; None: it allocates none."""
         self.final_dtype = _final_dtype(a)
         self.final_at = None if a.final_state is None else self.given.index("final_state")
@@ -326,13 +352,9 @@ class PrefillLaunch(TokensLaunch):
         total, T = (a.q.shape[1], 0) if packed else (0, a.q.shape[1])
         # At least N: prepare, where it ranks the sequences, has a CTA for each.
         chunk_slots = max(-(-total // CHUNK) + N - 1 if packed else N * -(-T // CHUNK), N, 1)
-        kind, segments, _ = plan.schedule
-        grid, whole_segments, scan_tokens = problem.grid if kind.on_grid else None, 0, 0
-        if grid is not None:
-            whole_segments = -(-total // grid) if packed else N * (T // grid)
-            most = scanned_segments(-(-(total // N or T) // grid), N * HV * problem.V // 64, sms)
-            scan_tokens = grid * most
-            segments = grid_slots(N, total, scan_tokens) if packed else N * -(-T // scan_tokens)
+        kind = plan.schedule.kind
+        grid = Grid.of(problem, N, total, T, sms) if kind.on_grid else NO_GRID
+        segments = grid.slots(N, total, T) if kind.on_grid else plan.schedule.segments
         self.workspace = lay_out_workspace(
             WorkspaceShape(
                 N=N,
@@ -342,10 +364,12 @@ class PrefillLaunch(TokensLaunch):
                 channel=channel,
                 raw=kind.raw,
                 segments=segments,
-                whole_segments=whole_segments,
+                whole_segments=grid.whole_segments,
                 has_windows=kind.has_windows(problem),
                 # CTAs that all run at once need no order, and a scan without one starts early.
-                ranked=packed and not grid and N * HV * segments * (problem.V // kind.rows) > sms,
+                ranked=packed
+                and not kind.on_grid
+                and N * HV * segments * (problem.V // kind.rows) > sms,
                 queued=kind.is_queued(N * HV, sms),
                 overlapped=kind.overlapped,
             )
@@ -367,12 +391,8 @@ class PrefillLaunch(TokensLaunch):
                 segments=segments,
                 sms=sms,
                 scan_sms=min(N * HV, int(RAW_SHARE * sms)) if kind.raw and kind.overlapped else 0,
-                checkpoints_per_sequence=0
-                if a.checkpoint_lens is None
-                else a.checkpoint_lens.shape[1],
-                grid_chunks=(grid or 0) // CHUNK,
-                whole_segments=whole_segments,
-                scan_chunks=scan_tokens // CHUNK,
+                checkpoints_per_sequence=_checkpoints_of(a),
+                **grid._asdict(),
             )
         )
 

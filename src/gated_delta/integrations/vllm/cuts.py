@@ -18,7 +18,7 @@ from gated_delta.problem import CHECKPOINT_INTERVAL as GRID
 
 LEAST, WANTED, MOST = 512, 1024, 2048
 """Tokens of a segment of a deterministic prefill. Shorter ones cost more than they save."""
-FEW_HEADS = 12  # value heads on a GPU, up to which one segment of each leaves most of it idle
+FEW_HEADS = 8  # value heads on a GPU, up to which one segment of each leaves most of it idle
 STEPS = 4  # segments in a step's tokens: the scheduler leaves up to one of them unused
 
 

@@ -9,6 +9,7 @@ warp adapts; bf16 would lose three bits of them. docs/kernels/prefill.md has a c
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Uint32
+from cutlass.cutlass_dsl import select_
 
 from ...device import levels, ptx
 from ...device.hopper import WARP
@@ -91,15 +92,24 @@ class MainloopFp32:
             else:
                 state_scale = state.rescale(frag.state, v_absmax, state_scale, True)
             state.to_fp16(frag.state, frag.state_fp16)
-            for _ in cutlass.range(coord.first_chunk, coord.end_chunk, 1, unroll=1):
-                state_scale, pipe, checkpoint = self.chunk(
-                    args, coord, frag, pipe, state_scale, checkpoint
-                )
+            if cutlass.const_expr(self.on_grid):
+                end = coord.first_chunk + args.size.grid_chunks  # of the segment
+                for _ in cutlass.range(coord.first_chunk, coord.end_chunk, 1, unroll=1):
+                    state_scale, pipe, checkpoint = self.chunk(
+                        args, coord, frag, pipe, state_scale, checkpoint, end
+                    )
+                    end = Int32(select_(pipe.chunk == end, end + args.size.grid_chunks, end))
+            else:
+                for _ in cutlass.range(coord.first_chunk, coord.end_chunk, 1, unroll=1):
+                    state_scale, pipe, checkpoint = self.chunk(
+                        args, coord, frag, pipe, state_scale, checkpoint
+                    )
         return state_scale
 
     @cute.jit
-    def chunk(self, args, coord, frag, pipe, state_scale, checkpoint):
+    def chunk(self, args, coord, frag, pipe, state_scale, checkpoint, segment_end=None):
         """Run one chunk, from S k on. Shared memory is read in front of each wait for wgmmas.
+        segment_end: on a grid, the chunk behind the segment.
 
         No wgmma group is in flight across the back edge: ptxas would serialise every wgmma.
         """
@@ -126,8 +136,9 @@ class MainloopFp32:
         if cutlass.const_expr(not self.epilogue_first):  # otherwise epilogue has waited
             self.products.wait(1 if self.has_outputs else 0)
         if cutlass.const_expr(self.deterministic):
-            if cutlass.const_expr(self.on_grid):
-                state_scale = self.enter_segment(args, coord, frag, next_pipe.chunk, state_scale)
+            if cutlass.const_expr(self.on_grid):  # noqa: SIM102 - settled when compiling
+                if next_pipe.chunk == segment_end:
+                    state_scale = self.enter_segment(args, coord, frag, segment_end, state_scale)
             # Before a new scale: where fp32 cannot hold all digits, it would show in a checkpoint.
             checkpoint = self.store_if_due(args, coord, frag, next_pipe, state_scale, checkpoint)
             if next_pipe.chunk < coord.end_chunk:
@@ -144,13 +155,13 @@ class MainloopFp32:
 
     @cute.jit
     def enter_segment(self, args, coord, frag, chunk, state_scale):
-        """Load the state in front of a chunk where a segment of the grid ends. Returns its scale.
+        """Load the state in front of a chunk, behind a segment of the grid. Returns its scale.
 
         Behind the CTA's last chunk only if the sequence ends, with a whole segment.
         """
         ends = chunk * CHUNK == coord.work.sequence.tokens
         needed = (chunk < coord.end_chunk) | (ends & grid.is_needed(args, coord.work, chunk))
-        if (chunk % args.size.grid_chunks == 0) & needed:
+        if needed:
             at, rows = grid.state_at(args, coord.work, chunk), self.rows(coord)
             state.load_rows(at, Float32, layout.D, rows, True, frag.state)
             state_scale = Float32(1)
