@@ -4,8 +4,12 @@ from .decode import Decode
 from .flush import Flush
 from .launch import Operation
 from .prefill import Prefill
+from .summarise import Summarise
 from .verify import Verify
 
 PREFILL, DECODE, VERIFY, FLUSH = Prefill(), Decode(), Verify(), Flush()
+SUMMARISE = Summarise()
 
-OPERATIONS: dict[str, Operation] = {op.name: op for op in (PREFILL, DECODE, VERIFY, FLUSH)}
+OPERATIONS: dict[str, Operation] = {
+    op.name: op for op in (PREFILL, DECODE, VERIFY, FLUSH, SUMMARISE)
+}

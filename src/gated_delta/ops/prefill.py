@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -253,10 +254,18 @@ def _final_dtype(a: Arguments) -> torch.dtype:
 class PrefillLaunch(TokensLaunch):
     """A launch of prefill for given shapes and strides."""
 
-    def __init__(self, operation: Operation, problem: Problem, plan: Plan, a: Arguments):
+    def __init__(
+        self,
+        operation: Operation,
+        problem: Problem,
+        plan: Plan,
+        a: Any,
+        sources: Mapping[str, str] = {},
+    ):
         pooled = a.state is not None
         self.checkpoints_in_pool = a.checkpoint_indices is not None and a.checkpoints is None
-        sources = dict(initial_state="state", final_state="state") if pooled else {}
+        sources = dict(sources)
+        sources |= dict(initial_state="state", final_state="state") if pooled else {}
         sources |= dict(checkpoints="state") if self.checkpoints_in_pool else {}
         super().__init__(operation, problem, plan, a, sources)
         channel, packed = a.g.ndim == 4, a.cu_seqlens is not None
@@ -328,14 +337,17 @@ class PrefillLaunch(TokensLaunch):
             pointers[FINAL_STATE] = final_state.data_ptr()
         if self.empty:
             return out.zero_(), final_state
+        self.launch_kernels(pointers, out.device, stream)
+        return out, final_state
+
+    def launch_kernels(self, pointers: list[int], device: torch.device, stream: Any) -> None:
         size, offsets = self.workspace
-        workspace = torch.empty(size, dtype=torch.uint8, device=out.device)
+        workspace = torch.empty(size, dtype=torch.uint8, device=device)
         start = workspace.data_ptr()
         regions = [start + offset if offset >= 0 else 0 for offset in offsets]
         addresses = (*pointers, *regions)
         for function in self.functions:
             function(addresses, self.scale, self.bound, self.strides, self.sizes, stream)
-        return out, final_state
 
 
 FINAL_STATE = PrefillPointers._fields.index("final_state")

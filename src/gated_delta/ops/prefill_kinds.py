@@ -36,6 +36,8 @@ class Kind:
     """The scan runs beside the preparation and waits for its counters."""
     segmented: bool = False
     """Segments of a sequence are scanned at once."""
+    summary: bool = False
+    """M and B of whole sequences, and no scan."""
     most_sequences: int | None = None
 
     def __repr__(self) -> str:
@@ -85,12 +87,13 @@ def _facts(kind: Kind, problem: Problem, gpu: Gpu) -> dict[str, dict[str, Any]]:
     # Without q and Aqk a stage of transitions is small enough for one more.
     more = {} if count is None else dict(stages=count + 1)
     scan = facts("axis", "K", "V", "dtype", "state_dtype")
+    summary = dict(summary=True) if kind.summary else {}
     return {
         "rank": dict(overlapped=kind.overlapped),
         "prepare": facts("axis", "K", "dtype") | gate | windows,
         "prepare_raw": gate,
-        "transitions": scan | more,
-        "state_passing": dict(V=problem.V) | stages,
+        "transitions": scan | more | summary,
+        "state_passing": dict(V=problem.V) | stages | (summary and summary | dict(K=problem.K)),
         "scan": scan | windows | checkpoints | stages,
         "scan_raw": facts("g_dtype", "gate", "state_dtype") | checkpoints,
         "fused": gate | facts("state_dtype") | checkpoints,
@@ -140,6 +143,14 @@ SEGMENTS = Kind(
     _takes_segments,
     hopper=False,
     segmented=True,
+)
+SUMMARY = Kind(
+    "summary",
+    ("prepare", "transitions", "state_passing"),
+    _takes_segments,
+    hopper=False,
+    segmented=True,
+    summary=True,
 )
 OVERLAPPED = Kind("overlapped", ("overlapped",), _takes_overlapped, overlapped=True)
 FUSED = Kind("fused", ("fused",), _takes_fused, in_one_cta=True)
