@@ -375,7 +375,9 @@ def describe(op: str, **kwargs: Any) -> Problem:
     return operation.describe(_arguments(operation, (), kwargs))
 
 
-_SIGNATURES = {f.__name__: inspect.signature(f) for f in (prefill, decode, verify, flush, summarise)}
+_SIGNATURES = {
+    f.__name__: inspect.signature(f) for f in (prefill, decode, verify, flush, summarise)
+}
 
 
 def _arguments(op: Operation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

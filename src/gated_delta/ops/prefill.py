@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -80,9 +80,9 @@ class Arguments(NamedTuple):
 
 class Prefill(Operation):
     name = "prefill"
-    arguments = Arguments
+    arguments: ClassVar[Any] = Arguments
     pointers = PrefillPointers
-    may_write = ("out", "state", "final_state", "checkpoints")
+    may_write: ClassVar[tuple[str, ...]] = ("out", "state", "final_state", "checkpoints")
 
     def describe(self, a: Arguments) -> Problem:
         check = Checker()

@@ -11,7 +11,7 @@ from .. import compile, reference
 from ..gpus import H200, Gpu
 from ..kernels.prefill.arguments import PrefillPointers, PrefillStrides
 from ..problem import Checker, Problem, absent, integer
-from .launch import Launch, Model, Plan, bytes_of, strides_of, tokens_of
+from .launch import Launch, Model, Plan, strides_of, tokens_of
 from .prefill import FINAL_STATE, Prefill, PrefillLaunch
 from .prefill_kinds import SUMMARY
 from .prefill_schedule import Call, Schedule
@@ -19,10 +19,7 @@ from .prefill_schedule import Call, Schedule
 STATE_INDICES = PrefillPointers._fields.index("state_indices")
 
 
-class Arguments(NamedTuple):
-    """Arguments of gated_delta.summarise, with the gate as its fields; as those of a prefill whose
-    queries are the keys and whose slots are rows of the result."""
-
+class _Given(NamedTuple):
     k: Tensor
     v: Tensor
     g: Tensor
@@ -40,6 +37,13 @@ class Arguments(NamedTuple):
     allow_neg_eigval: bool
     max_seqlen: int | None
     backend: str
+
+
+class Arguments(_Given):
+    """Arguments of gated_delta.summarise, with the gate as its fields.
+
+    As those of a prefill whose queries are the keys, and whose slots are rows of the result.
+    """
 
     scale = None
     state = has_initial_state = final_state = None
@@ -94,7 +98,7 @@ class Summarise(Prefill):
     def allocated(self, a: Any) -> Any:
         return a._replace(out=_zeros(a)) if a.out is None else a
 
-    def result(self, a: Any) -> Tensor:
+    def result(self, a: Any) -> Any:
         return a.out
 
     def run_reference(self, a: Any) -> None:
@@ -113,7 +117,7 @@ class Summarise(Prefill):
 
     def strides(self, problem: Problem, a: Any) -> Any:
         rows = [0] if a.sequences is None else [a.sequences.element_size()]
-        S, HV, rows_of_head, K = a.shape
+        _, HV, rows_of_head, K = a.shape
         head = rows_of_head * K * 4
         return strides_of(
             PrefillStrides,

@@ -247,10 +247,10 @@ def summary(tokens: Tokens, initial: Tensor, dtype: torch.dtype = torch.float64)
     """[HV, V + K, K]: B and M of a sequence [1, T, ...], token by token. initial: [HV, V, K]."""
     K = tokens.k.shape[-1]
     eye = torch.eye(K, dtype=dtype, device=initial.device).expand(len(initial), K, K)
-    B, M = initial.to(dtype), eye
-    without_values = tokens._replace(v=torch.zeros_like(tokens.v[..., :1]).expand(*tokens.v.shape[:-1], K))
-    for _, B in recurrent(tokens, B, dtype):
-        pass
-    for _, M in recurrent(without_values, M, dtype):
-        pass
-    return torch.cat([B, M], 1)
+    # Rows of a state do not see each other.
+    without_values = tokens._replace(v=tokens.v.new_zeros(*tokens.v.shape[:-1], K))
+    states = [initial.to(dtype), eye]
+    for i, t in enumerate((tokens, without_values)):
+        for _, after in recurrent(t, states[i], dtype):
+            states[i] = after
+    return torch.cat(states, 1)
