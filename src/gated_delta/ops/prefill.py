@@ -298,6 +298,7 @@ class PrefillLaunch(TokensLaunch):
                 ranked=packed and N * HV * segments * (problem.V // kind.rows) > sms,
                 queued=kind.is_queued(N * HV, sms),
                 overlapped=kind.overlapped,
+                summary=kind.summary,
             )
         )
         heads = 1 if channel else prepare_heads(H, HV, chunk_slots, kind, sms)

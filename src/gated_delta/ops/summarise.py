@@ -168,23 +168,24 @@ class SummaryLaunch(PrefillLaunch):
         """Position of sequences among the tensors."""
 
     def run(self, tensors: tuple[Tensor, ...], pointers: list[int], stream: Any) -> Any:
-        v = tensors[self.v_at]
+        device = tensors[self.v_at].device
         if self.out_at is None:
-            out = torch.zeros(self.shape, dtype=torch.float32, device=v.device)
+            out = torch.empty(self.shape, dtype=torch.float32, device=device)
         else:
-            out = tensors[self.out_at].zero_()
+            out = tensors[self.out_at]
         pointers = pointers.copy()
         pointers[FINAL_STATE] = out.data_ptr()
         if self.at is not None:
+            out.zero_()  # rows of negative indices stay zeros
             rows = self.rows_of(tensors[self.at])
             pointers[STATE_INDICES] = rows.data_ptr()
         if not self.empty:
-            self.launch_kernels(pointers, v.device, stream)
+            self.launch_kernels(pointers, device, stream)
         return out
 
     def rows_of(self, sequences: Tensor) -> Tensor:
         """The row of each sequence in the result, -1 for none: the inverse of `sequences`."""
         N = self.sequences
-        rows = sequences.new_full((N + 1,), -1)
+        rows = torch.empty(N + 1, dtype=sequences.dtype, device=sequences.device).fill_(-1)
         at = torch.where(sequences < 0, N, sequences).clamp(max=N)
         return rows.index_copy_(0, at.long(), torch.arange(len(at), device=at.device).to(at.dtype))

@@ -127,10 +127,11 @@ class WorkspaceShape(NamedTuple):
     queued: bool
     """Whether CTAs take work from a queue."""
     overlapped: bool
+    summary: bool = False
 
     @property
     def head_segments(self) -> int:
-        return self.N * self.HV * self.segments if self.segments > 1 else 0
+        return self.N * self.HV * self.segments if self.segments > 1 or self.summary else 0
 
 
 class Region(NamedTuple):

@@ -5,6 +5,9 @@ next segment's initial state is there or not needed. A CTA has 8 V rows of one h
 four for each key channel. It keeps its rows of S in registers, passes over the segments one by one,
 and loads M two segments ahead by bulk copies, or one ahead where shared memory is small.
 docs/math.md, "Segments".
+
+summary: of the whole sequence. S has B's V rows, from the first segment's B, and behind them M's
+K rows, from its M; a flag says that M is 0. The last segment is passed over, too.
 """
 
 from typing import NamedTuple
@@ -12,11 +15,13 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
+from cutlass.cutlass_dsl import select_
 
 from ..device import hopper, levels, ptx
+from ..device.args import offset
 from .arguments import MAX_TRANSITIONS, STATE_BYTES
 from .kernel import PrefillKernel
-from .layout import D, segment_flag_at, segment_number
+from .layout import D, load_state_index, segment_flag_at, segment_number
 
 V_ROWS = 8  # of a CTA
 K_SPLITS = 4  # threads that split a channel's inner products
@@ -38,8 +43,10 @@ class Coord(NamedTuple):
 
 
 class PrefillStatePassing(PrefillKernel):
-    def __init__(self, V: int, stages: int = 2):
-        self.threads, self.ctas_per_head, self.stages = THREADS, V // V_ROWS, stages
+    def __init__(self, V: int, stages: int = 2, summary: bool = False, K: int = 0):
+        """K: of a summary."""
+        self.summary, self.V, self.K = summary, V, K
+        self.threads, self.ctas_per_head, self.stages = THREADS, (V + K) // V_ROWS, stages
         assert MAX_TRANSITIONS <= THREADS, "a thread loads a segment's flag"
         smem = hopper.SharedMemory()
         self.m = smem.add(stages * STATE_BYTES)
@@ -62,13 +69,14 @@ class PrefillStatePassing(PrefillKernel):
         coord = Coord(head, v_row, shared, thread, thread % D, split)
         hopper.init_rings((self.ring,), shared, thread)
         hopper.wait_for_previous_kernel()
-        if self.load_flags(args, coord):
+        pending = self.load_flags(args, coord)
+        if pending | self.summary:
             self.pass_states(args, coord)
 
     @cute.jit
     def load_flags(self, args, coord):
         """Copy flags to shared memory. Returns whether any transition is to be passed over."""
-        transitions = args.size.segments - 1
+        transitions = self.transitions(args)
         at = segment_flag_at(args, segment_number(args, coord.head, coord.thread))
         exists = coord.thread < transitions
         flag = ptx.load_words(at, exists, count=1)[0]
@@ -79,6 +87,10 @@ class PrefillStatePassing(PrefillKernel):
             pending = pending | Int32(ptx.load_shared(self.flag_at(coord, segment)) == 0)
         return cute.arch.vote_any_sync(pending != 0)
 
+    def transitions(self, args):
+        """Segments that have a transition."""
+        return args.size.segments - (0 if self.summary else 1)
+
     def flag_at(self, coord, segment):
         return coord.shared + self.flags + segment * 4
 
@@ -86,19 +98,22 @@ class PrefillStatePassing(PrefillKernel):
     def pass_states(self, args, coord):
         """Store initial states from the third segment on. The second's is loaded, and so are known
         ones."""
-        segments, loads = args.size.segments, hopper.copies(coord.thread)
+        end, loads = self.transitions(args), hopper.copies(coord.thread)
         if loads:
             for segment in cutlass.range_constexpr(1, 1 + self.stages):
-                if segment < segments - 1:
+                if segment < end:
                     self.start_load_m(args, coord, segment)
         rows = cute.make_rmem_tensor((THREAD_ROWS,), Float32)
-        load_rows(state_at(args, coord, 1), rows)
+        if cutlass.const_expr(self.summary):
+            self.load_transition(args, coord, Int32(0), rows, True)
+        else:
+            load_rows(state_at(args, coord, 1), rows)
         sums = cute.make_rmem_tensor((V_ROWS,), Float32)
-        for segment in cutlass.range(1, segments - 1, 1, unroll=1):
+        for segment in cutlass.range(1, end, 1, unroll=1):
             state_row = coord.channel * V_ROWS + coord.split * THREAD_ROWS
             for r in cutlass.range_constexpr(THREAD_ROWS):
                 ptx.store_shared_f32(coord.shared + self.state + (state_row + r) * 4, rows[r])
-            load_rows(transition_at(args, coord, segment) + thread_offset(coord), rows)  # B
+            self.load_transition(args, coord, segment, rows)
             stage, phase = self.ring.locate(segment - 1)
             cute.arch.sync_threads()
             self.ring.consumer_wait(coord.shared, stage, phase)
@@ -108,20 +123,61 @@ class PrefillStatePassing(PrefillKernel):
             for r in cutlass.range_constexpr(V_ROWS):
                 ptx.store_shared_f32(self.partial_sum_at(coord, coord.split, r), sums[r])
             cute.arch.sync_threads()
-            if loads & (segment + self.stages < segments - 1):
+            if loads & (segment + self.stages < end):
                 self.start_load_m(args, coord, segment + self.stages)
-            for r in cutlass.range_constexpr(THREAD_ROWS):
-                row = coord.split * THREAD_ROWS + r
-                at = [self.partial_sum_at(coord, split, row) for split in range(K_SPLITS)]
-                for x in [ptx.load_shared_f32(x_at) for x_at in at]:
-                    rows[r] = rows[r] + x
-            # The next segment's initial state: store it, or load it where it is known.
-            at = state_at(args, coord, segment + 1)
-            if ptx.load_shared(self.flag_at(coord, segment)) == 0:
-                for r in cutlass.range_constexpr(THREAD_ROWS):
-                    ptx.store_words(at + r * (D * 4), [rows[r].bitcast(Uint32)], True)
+            passed = ptx.load_shared(self.flag_at(coord, segment)) == 0
+            if cutlass.const_expr(self.summary):
+                if passed:
+                    self.add_partial_sums(coord, rows)
             else:
-                load_rows(at, rows)
+                self.add_partial_sums(coord, rows)
+                # The next segment's initial state: store it, or load it where it is known.
+                at = state_at(args, coord, segment + 1)
+                if passed:
+                    for r in cutlass.range_constexpr(THREAD_ROWS):
+                        ptx.store_words(at + r * (D * 4), [rows[r].bitcast(Uint32)], True)
+                else:
+                    load_rows(at, rows)
+        if cutlass.const_expr(self.summary):
+            self.store_summary(args, coord, rows)
+
+    @cute.jit
+    def load_transition(self, args, coord, segment, rows, first=False):
+        """Load the rows that a segment adds: B's, or zeros in front of M's, whose first ones are
+        the first segment's, unless a flag says that M is 0."""
+        at = transition_at(args, coord, segment) + thread_offset(coord)
+        if cutlass.const_expr(not self.summary):
+            load_rows(at, rows)
+        else:
+            is_b, is_m = coord.v_row < self.V, Int32(0)
+            if cutlass.const_expr(first):
+                flag = ptx.load_shared(self.flag_at(coord, segment))
+                is_m = Int32(coord.v_row >= self.V) & Int32(flag == 0)
+                at += Int64(select_(is_b, Int64(0), Int64(STATE_BYTES - self.V * D * 4)))
+            loaded = [
+                ptx.load_words(at + r * (D * 4), is_b | (is_m != 0), count=1)[0]
+                for r in range(THREAD_ROWS)
+            ]
+            for r in cutlass.range_constexpr(THREAD_ROWS):
+                rows[r] = loaded[r].bitcast(Float32)
+
+    def add_partial_sums(self, coord, rows):
+        for r in range(THREAD_ROWS):
+            row = coord.split * THREAD_ROWS + r
+            at = [self.partial_sum_at(coord, split, row) for split in range(K_SPLITS)]
+            for x in [ptx.load_shared_f32(x_at) for x_at in at]:
+                rows[r] = rows[r] + x
+
+    @cute.jit
+    def store_summary(self, args, coord, rows):
+        """Store the rows to the result: final_state has its address and strides."""
+        n, hv = Int32(coord.head) // args.size.HV, Int32(coord.head) % args.size.HV
+        slot = load_state_index(args, n)
+        at = args.ptr.final_state + offset(cutlass.max(slot, 0), args.stride.final_state_p)
+        at += offset(hv, args.stride.final_state_h) + coord.v_row * (self.K * 4) + coord.channel * 4
+        stored = (slot >= 0) & (coord.channel < self.K)
+        for r in cutlass.range_constexpr(THREAD_ROWS):
+            ptx.store_words(at + r * (self.K * 4), [rows[r].bitcast(Uint32)], stored)
 
     def add_products(self, coord, stage, k, sums):
         """sums += S[:, k : k + 16] M[k : k + 16, channel]."""

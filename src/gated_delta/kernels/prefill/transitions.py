@@ -8,6 +8,9 @@ and 1 load. Without wgmma it has 64 rows. There are no outputs.
 Nothing is to do where the next segment has a window, which the scan starts from zeros, and behind
 the last segment. Behind a segment with a window, B alone is the next one's initial state.
 docs/math.md, "Segments".
+
+summary: M and B of all segments, for M and B of the whole sequence. Where gates forget over a
+window at the sequence's end, the last segment is that window.
 """
 
 from typing import NamedTuple
@@ -44,7 +47,17 @@ LOAD_REGISTERS, MMA_REGISTERS = 40, 232
 class PrefillTransitions(PrefillKernel):
     checkpoints = False
 
-    def __init__(self, axis: str, K: int, V: int, dtype: str, state_dtype: str, stages: int = 3):
+    def __init__(
+        self,
+        axis: str,
+        K: int,
+        V: int,
+        dtype: str,
+        state_dtype: str,
+        stages: int = 3,
+        summary: bool = False,
+    ):
+        self.summary = summary
         # mma.sync has no registers for a second MMA warpgroup.
         self.rows = V if levels.current().wgmma else WARPGROUP_ROWS
         self.mma_groups, self.b_tiles = self.rows // WARPGROUP_ROWS, V // self.rows
@@ -78,13 +91,27 @@ class PrefillTransitions(PrefillKernel):
         if cutlass.const_expr(self.has_windows):
             next_segment = work._replace(segment=work.segment + 1)
             next_coord = scan_coord(args, next_segment, self.rows, shared, coord.thread, group)
-            next_window = window_chunks(args, next_coord)
+            next_window = window_chunks(args, next_coord, self.summary)
             coord = add_window(args, coord)
-        if work.segment < args.size.segments - 1:
+        if cutlass.const_expr(self.summary):
+            self.summarise(args, coord, next_window, thread)
+        elif work.segment < args.size.segments - 1:
             known = starts_known(coord)
             self.store_flag(args, coord, known | (next_window > 0), thread)
             if (next_window == 0) & (self.is_b(work) | (not known)):
                 self.scan(args, self.rows_of_m_or_b(coord), thread)
+
+    @cute.jit
+    def summarise(self, args, coord, next_window, thread):
+        """Scan the segment, or at the sequence's end the window there, for B and, unless gates
+        forget, M."""
+        at_end = (coord.work.segment == args.size.segments - 1) & (next_window > 0)
+        first = select_(at_end, coord.end_chunk - next_window, coord.first_chunk)
+        coord = coord._replace(first_chunk=Int32(first))
+        forgets = at_end | has_window(coord)
+        self.store_flag(args, coord, forgets | (next_window > 0), thread)
+        if ((next_window == 0) | at_end) & (self.is_b(coord.work) | (not forgets)):
+            self.scan(args, self.rows_of_m_or_b(coord), thread)
 
     def store_flag(self, args, coord, next_known, thread):
         """Store whether the next state is known or not needed: no transition is passed then."""
@@ -133,8 +160,10 @@ class PrefillTransitions(PrefillKernel):
         work = coord.work
         transition = args.ptr.segment_transitions + segment_of(args, work) * (2 * STATE_BYTES)
         transition += Int64(select_(self.is_m(work), Int64(STATE_BYTES), Int64(0)))
-        next_state = segment_state_at(args, work) + STATE_BYTES
-        at = Int64(select_(starts_known(coord), next_state, transition))
+        at = transition
+        if cutlass.const_expr(not self.summary):
+            next_state = segment_state_at(args, work) + STATE_BYTES
+            at = Int64(select_(starts_known(coord), next_state, transition))
         rows, unscale = state_coord(coord.v_row, coord.thread), inverse_power_of_2(state_scale)
         store_rows(at, Float32, D, rows, True, frag.state, unscale)
 
@@ -142,7 +171,10 @@ class PrefillTransitions(PrefillKernel):
     def load_state(self, args, coord, state):
         """Zeros, an identity, or in front of the first segment the sequence's initial state."""
         rows = state_coord(coord.v_row, coord.thread)
-        if (coord.work.segment == 0) & self.is_b(coord.work):
+        is_first = coord.work.segment == 0
+        if cutlass.const_expr(self.summary):  # else the whole sequence is a window
+            is_first = is_first & (coord.first_chunk == 0)
+        if is_first & self.is_b(coord.work):
             self.mainloop.states.load_initial(args, coord.work, rows, state)
         else:
             diagonal = ptx.select(self.is_m(coord.work), Float32(1), Float32(0))

@@ -63,14 +63,18 @@ def has_window(coord):
     return coord.first_chunk < coord.first_stored
 
 
-def window_chunks(args, coord):
+def window_chunks(args, coord, past_end=False):
     """Chunks in front of a segment over which its head's M is 0; 0 where those are too many.
 
     A warp, whose lanes have a chunk each. The first segment has no window, nor one without chunks.
+    past_end: what follows the last segment may have one.
     """
     work, lane = coord.work, coord.thread % WARP
     can_start = (work.segment > 0) & (work.segment < args.size.segments)
     can_start = can_start & (coord.first_chunk < coord.end_chunk)
+    if cutlass.const_expr(past_end):
+        is_active = work.state_index >= 0
+        can_start = can_start | (is_active & (work.segment == args.size.segments))
     most = cutlass.min(cutlass.max(segment_chunks(args, work.sequence), SHORT_WINDOW), MAX_WINDOW)
     most = Int32(select_(can_start, cutlass.min(most, coord.first_chunk), 0))
     # The last chunk before the segment first.
