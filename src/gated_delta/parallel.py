@@ -495,8 +495,10 @@ def _waiting(rank: int) -> Iterator[None]:
 def _gather(mine: Tensor, group: Any, rank: int, layout: Layout) -> Callable[[int], Tensor]:
     """Exchange [B; M]. Returns a function from a fragment to its own."""
     every = mine.new_empty(layout.ranks * len(mine), *mine.shape[1:])
+    # torch 2.13 renames it, and warns of the old name.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     with _waiting(rank):
-        dist.all_gather_into_tensor(every, mine, group=group)
+        gather(every, mine, group=group)
     every = every.unflatten(0, (layout.ranks, -1))
     return lambda fragment: every[layout.rank_of(fragment), int(fragment >= layout.ranks)]
 

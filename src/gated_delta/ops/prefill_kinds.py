@@ -70,7 +70,13 @@ class Kind:
         names = self.kernels
         if self.overlapped or (self.in_one_cta and queued):
             names = ("rank", *names)
-        return [Variant(f"prefill_{name}", tuple(facts[name].items())) for name in names]
+        variants = [Variant(f"prefill_{name}", tuple(facts[name].items())) for name in names]
+        if self.summary and self.has_windows(problem):
+            # Most heads of most calls forget over the last chunks: the others' are prepared later.
+            prepare = facts["prepare"]
+            parts = [tuple({**prepare, "part": part}.items()) for part in ("tail", "rest")]
+            variants[:1] = [Variant("prefill_prepare", part) for part in parts]
+        return variants
 
 
 def _facts(kind: Kind, problem: Problem, gpu: Gpu) -> dict[str, dict[str, Any]]:

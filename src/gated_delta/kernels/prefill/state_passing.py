@@ -7,7 +7,8 @@ and loads M two segments ahead by bulk copies, or one ahead where shared memory 
 docs/math.md, "Segments".
 
 summary: of the whole sequence. S has B's V rows, from the first segment's B, and behind them M's
-K rows, from its M; a flag says that M is 0. The last segment is passed over, too.
+K rows, from its M; a flag says that M is 0. The last segment is passed over, too. The passing
+starts at the last segment with a flag.
 """
 
 from typing import NamedTuple
@@ -69,23 +70,30 @@ class PrefillStatePassing(PrefillKernel):
         coord = Coord(head, v_row, shared, thread, thread % D, split)
         hopper.init_rings((self.ring,), shared, thread)
         hopper.wait_for_previous_kernel()
-        pending = self.load_flags(args, coord)
+        pending, first = self.load_flags(args, coord)
+        first = first if self.summary else 0
         if pending | self.summary:
-            self.pass_states(args, coord)
+            self.pass_states(args, coord, first)
 
     @cute.jit
     def load_flags(self, args, coord):
-        """Copy flags to shared memory. Returns whether any transition is to be passed over."""
+        """Copy flags to shared memory. Returns whether any transition is to be passed over, and the
+        segment that a summary starts from."""
         transitions = self.transitions(args)
         at = segment_flag_at(args, segment_number(args, coord.head, coord.thread))
         exists = coord.thread < transitions
         flag = ptx.load_words(at, exists, count=1)[0]
         ptx.store_shared(self.flag_at(coord, coord.thread), flag, exists)
         cute.arch.sync_threads()
-        pending = Int32(0)
+        pending, first = Int32(0), Int32(0)
         for segment in cutlass.range(coord.thread % 32, transitions, 32, unroll=1):
-            pending = pending | Int32(ptx.load_shared(self.flag_at(coord, segment)) == 0)
-        return cute.arch.vote_any_sync(pending != 0)
+            passed = ptx.load_shared(self.flag_at(coord, segment)) == 0
+            pending = pending | Int32(passed)
+            if cutlass.const_expr(self.summary):
+                first = Int32(select_(passed, first, segment))
+        if cutlass.const_expr(self.summary):
+            first = Int32(ptx.warp_max(Uint32(first)))
+        return cute.arch.vote_any_sync(pending != 0), first
 
     def transitions(self, args):
         """Segments that have a transition."""
@@ -95,26 +103,27 @@ class PrefillStatePassing(PrefillKernel):
         return coord.shared + self.flags + segment * 4
 
     @cute.jit
-    def pass_states(self, args, coord):
+    def pass_states(self, args, coord, first):
         """Store initial states from the third segment on. The second's is loaded, and so are known
         ones."""
         end, loads = self.transitions(args), hopper.copies(coord.thread)
         if loads:
-            for segment in cutlass.range_constexpr(1, 1 + self.stages):
-                if segment < end:
-                    self.start_load_m(args, coord, segment)
+            for i in cutlass.range_constexpr(self.stages):
+                if first + 1 + i < end:
+                    self.start_load_m(args, coord, first + 1 + i, i)
         rows = cute.make_rmem_tensor((THREAD_ROWS,), Float32)
         if cutlass.const_expr(self.summary):
-            self.load_transition(args, coord, Int32(0), rows, True)
+            self.load_transition(args, coord, first, rows, True)
         else:
             load_rows(state_at(args, coord, 1), rows)
         sums = cute.make_rmem_tensor((V_ROWS,), Float32)
-        for segment in cutlass.range(1, end, 1, unroll=1):
+        for segment in cutlass.range(first + 1, end, 1, unroll=1):
             state_row = coord.channel * V_ROWS + coord.split * THREAD_ROWS
             for r in cutlass.range_constexpr(THREAD_ROWS):
                 ptx.store_shared_f32(coord.shared + self.state + (state_row + r) * 4, rows[r])
             self.load_transition(args, coord, segment, rows)
-            stage, phase = self.ring.locate(segment - 1)
+            i = segment - 1 - first
+            stage, phase = self.ring.locate(i)
             cute.arch.sync_threads()
             self.ring.consumer_wait(coord.shared, stage, phase)
             sums.fill(0.0)
@@ -124,7 +133,7 @@ class PrefillStatePassing(PrefillKernel):
                 ptx.store_shared_f32(self.partial_sum_at(coord, coord.split, r), sums[r])
             cute.arch.sync_threads()
             if loads & (segment + self.stages < end):
-                self.start_load_m(args, coord, segment + self.stages)
+                self.start_load_m(args, coord, segment + self.stages, i + self.stages)
             passed = ptx.load_shared(self.flag_at(coord, segment)) == 0
             if cutlass.const_expr(self.summary):
                 if passed:
@@ -196,8 +205,8 @@ class PrefillStatePassing(PrefillKernel):
         return coord.shared + self.partial_sums + ((split * V_ROWS + r) * D + coord.channel) * 4
 
     @cute.jit
-    def start_load_m(self, args, coord, segment):
-        stage, _ = self.ring.locate(segment - 1)
+    def start_load_m(self, args, coord, segment, i):
+        stage, _ = self.ring.locate(i)
         if cutlass.const_expr(levels.current().bulk_copies):
             self.ring.producer_expect(coord.shared, stage, STATE_BYTES)
         source = transition_at(args, coord, segment) + STATE_BYTES

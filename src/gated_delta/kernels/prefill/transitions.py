@@ -29,7 +29,15 @@ from .layout import D, head_number, init_shared, segment_flag_at, segment_number
 from .mainloop.fp32 import MainloopFp32
 from .mainloop.load_store import LoadStoreWarps
 from .mainloop.pipeline import LOAD_THREADS, ChunkStages
-from .mainloop.segments import add_window, has_window, in_place, scan_coord, window_chunks
+from .mainloop.segments import (
+    add_window,
+    has_window,
+    in_place,
+    is_last,
+    last_window_chunks,
+    scan_coord,
+    window_chunks,
+)
 from .mainloop.state import (
     WARPGROUP_ROWS,
     inverse_power_of_2,
@@ -91,7 +99,7 @@ class PrefillTransitions(PrefillKernel):
         if cutlass.const_expr(self.has_windows):
             next_segment = work._replace(segment=work.segment + 1)
             next_coord = scan_coord(args, next_segment, self.rows, shared, coord.thread, group)
-            next_window = window_chunks(args, next_coord, self.summary)
+            next_window = window_chunks(args, next_coord)
             coord = add_window(args, coord)
         if cutlass.const_expr(self.summary):
             self.summarise(args, coord, next_window, thread)
@@ -103,14 +111,19 @@ class PrefillTransitions(PrefillKernel):
 
     @cute.jit
     def summarise(self, args, coord, next_window, thread):
-        """Scan the segment, or at the sequence's end the window there, for B and, unless gates
-        forget, M."""
-        at_end = (coord.work.segment == args.size.segments - 1) & (next_window > 0)
-        first = select_(at_end, coord.end_chunk - next_window, coord.first_chunk)
-        coord = coord._replace(first_chunk=Int32(first))
-        forgets = at_end | has_window(coord)
-        self.store_flag(args, coord, forgets | (next_window > 0), thread)
-        if ((next_window == 0) | at_end) & (self.is_b(coord.work) | (not forgets)):
+        """Scan the segment for B and, unless gates forget, M; of a sequence with a window at its
+        end that window alone, as the last segment's."""
+        work, window = coord.work, Int32(0)
+        if cutlass.const_expr(self.has_windows):
+            window = last_window_chunks(args, work.sequence, work.hv, thread % hopper.WARP)
+            window = Int32(select_(work.state_index >= 0, window, 0))
+        runs = (next_window == 0) & (self.is_b(work) | (not has_window(coord)))
+        forgets = has_window(coord) | (next_window > 0)
+        if window > 0:
+            coord = coord._replace(first_chunk=coord.end_chunk - window)
+            runs, forgets = is_last(args, work) & self.is_b(work), window > 0
+        self.store_flag(args, coord, forgets, thread)
+        if runs:
             self.scan(args, self.rows_of_m_or_b(coord), thread)
 
     def store_flag(self, args, coord, next_known, thread):

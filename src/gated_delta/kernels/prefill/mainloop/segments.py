@@ -63,23 +63,33 @@ def has_window(coord):
     return coord.first_chunk < coord.first_stored
 
 
-def window_chunks(args, coord, past_end=False):
+def window_chunks(args, coord):
     """Chunks in front of a segment over which its head's M is 0; 0 where those are too many.
 
     A warp, whose lanes have a chunk each. The first segment has no window, nor one without chunks.
-    past_end: what follows the last segment may have one.
     """
     work, lane = coord.work, coord.thread % WARP
     can_start = (work.segment > 0) & (work.segment < args.size.segments)
     can_start = can_start & (coord.first_chunk < coord.end_chunk)
-    if cutlass.const_expr(past_end):
-        is_active = work.state_index >= 0
-        can_start = can_start | (is_active & (work.segment == args.size.segments))
     most = cutlass.min(cutlass.max(segment_chunks(args, work.sequence), SHORT_WINDOW), MAX_WINDOW)
     most = Int32(select_(can_start, cutlass.min(most, coord.first_chunk), 0))
-    # The last chunk before the segment first.
-    slot = work.sequence.first_slot + coord.first_chunk - 1 - lane
-    at = args.ptr.transition_norms + head_chunk(args, slot, work.hv) * 4
+    slot = work.sequence.first_slot + coord.first_chunk - 1
+    return forgetting_chunks(args, slot, work.hv, lane, most)
+
+
+def last_window_chunks(args, sequence, hv, lane):
+    """The same at a sequence's end, for a summary."""
+    chunks = num_chunks(sequence.tokens)
+    slot, most = sequence.first_slot + chunks - 1, cutlass.min(chunks, MAX_WINDOW)
+    return forgetting_chunks(args, slot, hv, lane, most)
+
+
+def forgetting_chunks(args, slot, hv, lane, most):
+    """How many of the chunks up to a slot's, at most `most`, have an M of 0; 0: no number of them.
+
+    A warp, whose lanes have a chunk each, the last one first.
+    """
+    at = args.ptr.transition_norms + head_chunk(args, slot - lane, hv) * 4
     norm = ptx.select(lane < most, ptx.load(Float32, at, lane < most), Float32(1))
     for step in (1, 2, 4, 8, 16):
         nearer = shuffle_sync_up(norm, offset=step, mask_and_clamp=0)
