@@ -96,14 +96,17 @@ class PrefillPrepare(PrefillKernel):
     def tokens_of_part(self, args, coord, lane):
         """The chunk's tokens; 0 where the part leaves it out."""
         in_tail = coord.chunk >= num_chunks(coord.sequence.tokens) - MAX_WINDOW
-        tokens = Int32(0)
-        if cutlass.const_expr(self.part == "tail"):
-            tokens = Int32(select_(in_tail, coord.tokens, tokens))
-        elif (not in_tail) & (coord.tokens > 0):
-            for hv in cutlass.range(coord.hv, coord.hv + args.size.cta_heads, 1, unroll=1):
-                if last_window_chunks(args, coord.sequence, hv, lane) == 0:
-                    tokens = coord.tokens
-        return tokens
+        included = Int32(in_tail)
+        if cutlass.const_expr(self.part == "rest"):
+            included = Int32(0)
+            if not in_tail:
+                # The value heads of a q/k head share its tiles.
+                group = Int32(1) if self.channel else args.size.HV // args.size.H
+                first = coord.hv // group * group
+                for hv in cutlass.range(first, first + group, 1, unroll=1):
+                    window = last_window_chunks(args, coord.sequence, hv, lane)
+                    included = included | Int32(window == 0)
+        return Int32(select_(included != 0, coord.tokens, Int32(0)))
 
     @cute.jit
     def rank(self, args, cta, thread):
