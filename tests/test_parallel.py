@@ -2,10 +2,13 @@
 
 import datetime
 import functools
+import importlib.util
 import itertools
 import multiprocessing
+import re
 import socket
 import traceback
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ from gated_delta.problem import Tokens
 from gated_delta.testing.oracle import summary
 
 H, HV, K, V = 1, 2, 16, 24
+EXAMPLE = Path(__file__).parents[1] / "examples" / "context_parallel.py"
 RANKS = (1, 2, 3)
 GATES = ("fast", "slow", "reset", "reflect")
 
@@ -182,6 +186,13 @@ def nan_of_a_sequence_reaches_no_other():
     assert o[:, 100:].isfinite().all()
 
 
+def the_example_agrees():
+    spec = importlib.util.spec_from_file_location("example", EXAMPLE)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    example.main()
+
+
 def a_failing_rank_is_named_and_nothing_is_written():
     tokens, _ = batch("head", "slow", (300,))
     rank, ranks, pool = dist.get_rank(), dist.get_world_size(), torch.ones(1, HV, V, K)
@@ -206,6 +217,35 @@ def ranks_that_disagree_are_named():
     cuts = even(300, ranks) if rank < ranks - 1 else [0, *range(3, 3 * ranks, 3), 300]
     with pytest.raises(ValueError, match=f"cuts: expected the same.*on rank {ranks - 1}"):
         parallel.prefill(**shard(tokens, cuts), cuts=cuts)
+
+
+BAD = (
+    (dict(cuts=[0] * 7 + [300]), ValueError, "cuts: expected .* for . ranks"),
+    (dict(cuts=3), TypeError, "cuts: expected ints or an int tensor, got int"),
+    (dict(cuts=torch.zeros(2)), TypeError, "cuts: expected ints.*got torch.float32"),
+    (dict(cu_seqlens=[0, 310]), ValueError, r"cuts: expected to end at cu_seqlens\[-1\] = 310"),
+    (dict(cu_seqlens=[0, 200, 100]), ValueError, "cu_seqlens: expected ascending numbers"),
+    (dict(state_indices=torch.tensor([0])), ValueError, "state_indices: expected None"),
+    (dict(initial_state=torch.ones(2, HV, V, K)), ValueError, "initial_state: expected shape"),
+    (dict(state=torch.ones(1, HV, V, K), state_indices=torch.tensor([1])), IndexError, "state_ind"),
+    (dict(checkpoint_lens=torch.tensor([[32]]), checkpoints=torch.ones(1, 1, HV, V, K)),
+     ValueError, "checkpoint_lens: expected multiples of 64"),
+    (dict(deterministic=True), ValueError, "cuts: expected multiples of 64 .* with determ"),
+)  # fmt: skip
+
+
+def bad_arguments_are_refused():
+    """By each rank itself, or by those that see no more of it than that another refused."""
+    tokens, _ = batch("head", "slow", (300,))
+    own, ranks = shard(tokens, cuts := even(300, dist.get_world_size())), dist.get_world_size()
+    for changes, error, text in BAD:
+        if ranks == 1 and "deterministic" in changes:
+            continue
+        with pytest.raises((error, RuntimeError)) as caught:
+            parallel.prefill(**own | dict(cuts=cuts) | changes)
+        name = f"{error.__name__}: "
+        messages = everyone(str(caught.value).partition(name)[2] or str(caught.value))
+        assert all(re.search(text, message) for message in messages), (text, messages)
 
 
 def a_lost_rank_ends_in_an_error():
@@ -239,7 +279,9 @@ CASES |= {
     f.__name__: (f, ())
     for f in (
         nan_of_a_sequence_reaches_no_other,
+        the_example_agrees,
         a_failing_rank_is_named_and_nothing_is_written,
+        bad_arguments_are_refused,
         ranks_that_disagree_are_named,
         a_lost_rank_ends_in_an_error,
     )
@@ -309,3 +351,26 @@ def test_summaries_are_b_and_m(axis, gates):
         want, plain = (summary(sequence, initial[row], t) for t in (torch.float64, torch.float32))
         for part in (slice(V), slice(V, None)):
             judge(x[row, :, part], plain[:, part], want[:, part])
+
+
+BAD_SUMMARIES = (
+    (dict(k=torch.ones(1, 20, H, K).double()), TypeError, "^k: expected dtype"),
+    (dict(k=torch.ones(2, 10, H, K)), ValueError, "^k: expected packed tokens"),
+    (dict(sequences=torch.tensor([2])), IndexError, "sequences: expected indices below 2, got 2"),
+    (dict(sequences=torch.tensor([1, 1])), ValueError, "sequences: expected at most one"),
+    (dict(sequences=torch.tensor([1.0])), TypeError, "sequences: expected dtype"),
+    (dict(initial_state=torch.ones(1, HV, V, K)), ValueError, "initial_state: expected shape"),
+    (dict(g=torch.full((1, 20, HV), 0.5)), ValueError, "g: expected log decays of at most 0"),
+    (dict(max_seqlen=-1), ValueError, "max_seqlen: expected 0 or more"),
+    (dict(backend="cute"), gd.UnsupportedProblem, "K and V of 64 or 128, got 16 and 24"),
+)
+
+
+@pytest.mark.parametrize(("changes", "error", "text"), BAD_SUMMARIES)
+def test_bad_summaries_are_refused(changes, error, text):
+    tokens, _ = batch("head", "slow", (20,))
+    del tokens["q"]
+    with pytest.raises(error, match=text):
+        gd.summarise(**tokens | dict(cu_seqlens=torch.tensor([0, 13, 20])) | changes)
+    route = gd.explain("summarise", **tokens)
+    assert (route.backend, route.kernel) == ("reference", "reference.summarise")
