@@ -23,7 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import api, ops, problem, reference
-from .problem import CHECKPOINT_INTERVAL, LOG, Gate, type_name
+from .ops.summarise import Resumable
+from .problem import CHECKPOINT_INTERVAL, LOG, Gate, UnsupportedProblem, type_name
 
 NAME = "gated_delta.parallel.prefill"
 
@@ -243,6 +244,7 @@ class Shard:
         self.slots = self.slots_of_parts()
         self.active = None if self.slots is None else self.slots > states["null_index"]
         self.states = self.initial_states()
+        self.resumable: Resumable | None = None
         self.lens = self.local_checkpoint_lens()
 
     @property
@@ -367,12 +369,40 @@ class Shard:
 
     def summaries(self) -> Tensor:
         """[fragments, HV, V + K, K]: [B; M] of the sequences that go on behind; zeros of none."""
+        self.resumable = self.started()
+        if self.resumable is not None:
+            return self.with_initial(self.resumable.summary)
         HV, V, K = self.head_shape
         summaries = torch.zeros(len(self.fragments), HV, V + K, K, device=self.device)
         for i, (first, last) in enumerate(zip(self.firsts, self.lasts, strict=True)):
             if first < last and not self.parts[last - 1].ends:
                 summaries[i] = self.summary(last - 1)
         return summaries
+
+    def started(self) -> Resumable | None:
+        """The rank's prefill up to its summary, whose terms it keeps; None: not on these kernels.
+
+        Only of one sequence: of several it would be slower than a prefill behind a summary.
+        """
+        if len(self.parts) != 1 or self.tokens["backend"] == "reference":
+            return None
+        try:
+            call = self.call() | dict(backend="cute")
+            arguments = api._arguments(ops.PREFILL, (), call)
+            return api.run(ops.RESUMABLE_PREFILL, *arguments)
+        except UnsupportedProblem:
+            return None
+
+    def with_initial(self, summary: Tensor) -> Tensor:
+        """[B; M] whose B starts from the initial state."""
+        given = self.given
+        if not self.parts[0].begins or (given["state"] is None and given["initial_state"] is None):
+            return summary
+        V = self.head_shape[1]
+        with reference._exact_fp32():
+            B = torch.baddbmm(summary[0, :, :V], self.states[0], summary[0, :, V:])
+        summary[0, :, :V] = B
+        return summary
 
     def summary(self, p: int) -> Tensor:
         rows = slice(*self.rows[p : p + 2])
@@ -411,6 +441,8 @@ class Shard:
 
     def run(self) -> tuple[Tensor, Tensor | None]:
         """Run the rank's prefill and store its states."""
+        if self.resumable is not None:
+            return self.resumable.finish(), self.store_final()
         call = self.call()
         o, _ = api.prefill(**call)
         if self.lens is not None:

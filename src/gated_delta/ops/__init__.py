@@ -4,11 +4,11 @@ from .decode import Decode
 from .flush import Flush
 from .launch import Operation
 from .prefill import Prefill
-from .summarise import Summarise
+from .summarise import ResumablePrefill, Summarise
 from .verify import Verify
 
 PREFILL, DECODE, VERIFY, FLUSH = Prefill(), Decode(), Verify(), Flush()
-SUMMARISE = Summarise()
+SUMMARISE, RESUMABLE_PREFILL = Summarise(), ResumablePrefill()
 
 OPERATIONS: dict[str, Operation] = {
     op.name: op for op in (PREFILL, DECODE, VERIFY, FLUSH, SUMMARISE)

@@ -342,13 +342,23 @@ class PrefillLaunch(TokensLaunch):
         return out, final_state
 
     def launch_kernels(self, pointers: list[int], device: torch.device, stream: Any) -> None:
-        size, offsets = self.workspace
+        size, _ = self.workspace
         workspace = torch.empty(size, dtype=torch.uint8, device=device)
+        self.call_kernels(self.functions, pointers, self.strides, workspace, stream)
+
+    def call_kernels(
+        self,
+        functions: list[Any],
+        pointers: list[int],
+        strides: Any,
+        workspace: Tensor,
+        stream: Any,
+    ) -> None:
         start = workspace.data_ptr()
-        regions = [start + offset if offset >= 0 else 0 for offset in offsets]
+        regions = [start + offset if offset >= 0 else 0 for offset in self.workspace[1]]
         addresses = (*pointers, *regions)
-        for function in self.functions:
-            function(addresses, self.scale, self.bound, self.strides, self.sizes, stream)
+        for function in functions:
+            function(addresses, self.scale, self.bound, strides, self.sizes, stream)
 
 
 FINAL_STATE = PrefillPointers._fields.index("final_state")

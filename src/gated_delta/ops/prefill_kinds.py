@@ -37,7 +37,9 @@ class Kind:
     segmented: bool = False
     """Segments of a sequence are scanned at once."""
     summary: bool = False
-    """M and B of whole sequences, and no scan."""
+    """M and B of whole sequences."""
+    resumed: bool = False
+    """Behind the summary a scan, from initial states that may come after it."""
     most_sequences: int | None = None
 
     def __repr__(self) -> str:
@@ -70,8 +72,11 @@ class Kind:
         names = self.kernels
         if self.overlapped or (self.in_one_cta and queued):
             names = ("rank", *names)
-        variants = [Variant(f"prefill_{name}", tuple(facts[name].items())) for name in names]
-        if self.summary and self.has_windows(problem):
+        variants = [
+            Variant(f"prefill_{name.removesuffix('_resumed')}", tuple(facts[name].items()))
+            for name in names
+        ]
+        if self.summary and not self.resumed and self.has_windows(problem):
             # Most heads of most calls forget over the last chunks: the others' are prepared later.
             prepare = facts["prepare"]
             parts = [tuple({**prepare, "part": part}.items()) for part in ("tail", "rest")]
@@ -93,13 +98,16 @@ def _facts(kind: Kind, problem: Problem, gpu: Gpu) -> dict[str, dict[str, Any]]:
     # Without q and Aqk a stage of transitions is small enough for one more.
     more = {} if count is None else dict(stages=count + 1)
     scan = facts("axis", "K", "V", "dtype", "state_dtype")
-    summary = dict(summary=True) if kind.summary else {}
+    summary: dict[str, Any] = dict(summary=True) if kind.summary else {}
+    resumed = dict(resumed=True) if kind.resumed else {}
+    passing = dict(V=problem.V) | stages
     return {
         "rank": dict(overlapped=kind.overlapped),
         "prepare": facts("axis", "K", "dtype") | gate | windows,
         "prepare_raw": gate,
-        "transitions": scan | more | summary,
-        "state_passing": dict(V=problem.V) | stages | (summary and summary | dict(K=problem.K)),
+        "transitions": scan | more | summary | resumed,
+        "state_passing": passing | (summary and summary | dict(K=problem.K)),
+        "state_passing_resumed": passing | dict(resumed=True, K=problem.K),
         "scan": scan | windows | checkpoints | stages,
         "scan_raw": facts("g_dtype", "gate", "state_dtype") | checkpoints,
         "fused": gate | facts("state_dtype") | checkpoints,
@@ -157,6 +165,15 @@ SUMMARY = Kind(
     hopper=False,
     segmented=True,
     summary=True,
+)
+RESUMED = Kind(
+    "resumed",
+    ("prepare", "transitions", "state_passing", "state_passing_resumed", "scan"),
+    _takes_segments,
+    hopper=False,
+    segmented=True,
+    summary=True,
+    resumed=True,
 )
 OVERLAPPED = Kind("overlapped", ("overlapped",), _takes_overlapped, overlapped=True)
 FUSED = Kind("fused", ("fused",), _takes_fused, in_one_cta=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -11,11 +13,14 @@ from .. import compile, reference
 from ..gpus import H200, Gpu
 from ..kernels.prefill.arguments import PrefillPointers, PrefillStrides
 from ..problem import Checker, Problem, absent, integer
-from .launch import Launch, Model, Plan, strides_of, tokens_of
+from .launch import Launch, Model, Operation, Plan, ready, strides_of, tokens_of
 from .prefill import FINAL_STATE, Prefill, PrefillLaunch
-from .prefill_kinds import SUMMARY
-from .prefill_schedule import Call, Schedule
+from .prefill_kinds import RESUMED, SUMMARY, Kind
+from .prefill_schedule import SEGMENT_TOKENS, Call, Schedule
 
+MOST_SEGMENTS = 16
+"""Segments up to which GDN has more of them than its heads have SMs."""
+INITIAL_STATE = PrefillPointers._fields.index("initial_state")
 STATE_INDICES = PrefillPointers._fields.index("state_indices")
 
 
@@ -138,9 +143,7 @@ class Summarise(Prefill):
         *,
         gpu: Gpu = H200,
     ) -> Plan:
-        call = Call(problem, sequences, tokens, tokens, gpu)
-        schedule = Schedule(SUMMARY, call.segments, "")
-        return Plan(schedule, tuple(SUMMARY.variants(problem, False, gpu)), gpu)
+        return _plan(SUMMARY, problem, sequences, tokens, gpu)
 
     def variants(self, problem: Problem, gpu: Gpu = H200) -> list[compile.Variant]:
         return SUMMARY.variants(problem, False, gpu)
@@ -150,6 +153,16 @@ class Summarise(Prefill):
 
     def launch(self, problem: Problem, plan: Plan, a: Any) -> Launch:
         return SummaryLaunch(self, problem, plan, a)
+
+
+def _plan(kind: Kind, problem: Problem, sequences: int, tokens: int, gpu: Gpu) -> Plan:
+    """As many segments as SMs take at once; of GDN, where most heads forget, more."""
+    call = Call(problem, sequences, tokens, tokens, gpu)
+    segments = call.segments
+    if problem.axis == "head" and segments > 1:
+        most = tokens // max(sequences, 1) // SEGMENT_TOKENS
+        segments = max(segments, min(4 * segments, MOST_SEGMENTS, most))
+    return Plan(Schedule(kind, segments), tuple(kind.variants(problem, False, gpu)), gpu)
 
 
 def _zeros(a: Any) -> Tensor:
@@ -189,3 +202,74 @@ class SummaryLaunch(PrefillLaunch):
         rows = torch.empty(N + 1, dtype=sequences.dtype, device=sequences.device).fill_(-1)
         at = torch.where(sequences < 0, N, sequences).clamp(max=N)
         return rows.index_copy_(0, at.long(), torch.arange(len(at), device=at.device).to(at.dtype))
+
+
+class Resumable(NamedTuple):
+    """A prefill of which the summaries are computed, and not yet the outputs.
+
+    summary: [slots, HV, V + K, K], [B; M] of each sequence from zeros. finish: computes the rest,
+    from the states that the pool has by then, and returns the outputs. tensors: what it reads.
+    """
+
+    summary: Tensor
+    finish: Callable[[], Tensor]
+    tensors: tuple[Tensor, ...]
+
+
+class ResumablePrefill(Prefill):
+    """A prefill with a pool of fp32 states that waits for them behind its summaries."""
+
+    def needs(self, problem: Problem) -> dict[str, bool]:
+        options = {x.removesuffix("_i32").removesuffix("_i64") for x in problem.options}
+        plain = {"cu_seqlens", "state_indices", "pool", "allow_neg_eigval"}
+        sizes = {problem.K, problem.V}
+        return super().needs(problem) | {
+            "K and V of 64 or 128": not sizes <= {64, 128},
+            "a pool of fp32 states, and nothing more": not options <= plain
+            or problem.state_dtype != torch.float32,
+        }
+
+    def plan(
+        self,
+        problem: Problem,
+        sequences: int,
+        tokens: int,
+        max_seqlen: int | None = None,
+        *,
+        gpu: Gpu = H200,
+    ) -> Plan:
+        return _plan(RESUMED, problem, sequences, tokens, gpu)
+
+    def launch(self, problem: Problem, plan: Plan, a: Any) -> Launch:
+        return ResumableLaunch(self, problem, plan, a)
+
+
+class ResumableLaunch(PrefillLaunch):
+    """A launch in two parts for given shapes and strides."""
+
+    def __init__(self, operation: Operation, problem: Problem, plan: Plan, a: Any):
+        super().__init__(operation, problem, plan, a)
+        HV, V, K = a.state.shape[1:]
+        self.summary_shape = (len(a.state), HV, V + K, K)
+        strides: Any = operation.strides(problem, a)
+        head = (V + K) * K * 4
+        self.summary_strides = ready(strides._replace(final_state_p=HV * head, final_state_h=head))
+
+    def run(self, tensors: tuple[Tensor, ...], pointers: list[int], stream: Any) -> Any:
+        device = tensors[self.v_at].device
+        out = self.new_output(tensors[self.v_at]) if self.out_at is None else tensors[self.out_at]
+        summary = torch.empty(self.summary_shape, dtype=torch.float32, device=device).zero_()
+        workspace = torch.empty(self.workspace[0], dtype=torch.uint8, device=device)
+        pointers = pointers.copy()
+        pointers[self.o_at] = out.data_ptr()
+        first = pointers.copy()
+        first[INITIAL_STATE], first[FINAL_STATE] = 0, summary.data_ptr()
+        functions = self.functions[:-2]
+        self.call_kernels(functions, first, self.summary_strides, workspace, stream)
+
+        def finish() -> Tensor:
+            with contextlib.nullcontext() if device.type == "cpu" else torch.cuda.device(device):
+                self.call_kernels(self.functions[-2:], pointers, self.strides, workspace, stream)
+            return out
+
+        return Resumable(summary, finish, tensors)

@@ -9,6 +9,8 @@ docs/math.md, "Segments".
 summary: of the whole sequence. S has B's V rows, from the first segment's B, and behind them M's
 K rows, from its M; a flag says that M is 0. The last segment is passed over, too. The passing
 starts at the last segment with a flag.
+
+resumed: behind a summary, from the call's initial state, which may have come after it.
 """
 
 from typing import NamedTuple
@@ -23,6 +25,7 @@ from ..device.args import offset
 from .arguments import MAX_TRANSITIONS, STATE_BYTES
 from .kernel import PrefillKernel
 from .layout import D, load_state_index, segment_flag_at, segment_number
+from .mainloop.state import initial_state_at
 
 V_ROWS = 8  # of a CTA
 K_SPLITS = 4  # threads that split a channel's inner products
@@ -44,10 +47,13 @@ class Coord(NamedTuple):
 
 
 class PrefillStatePassing(PrefillKernel):
-    def __init__(self, V: int, stages: int = 2, summary: bool = False, K: int = 0):
-        """K: of a summary."""
-        self.summary, self.V, self.K = summary, V, K
-        self.threads, self.ctas_per_head, self.stages = THREADS, (V + K) // V_ROWS, stages
+    def __init__(
+        self, V: int, stages: int = 2, summary: bool = False, resumed: bool = False, K: int = D
+    ):
+        """K: of a summary, or resumed."""
+        self.summary, self.resumed, self.V, self.K = summary, resumed, V, K
+        rows = V + K if summary else V
+        self.threads, self.ctas_per_head, self.stages = THREADS, rows // V_ROWS, stages
         assert MAX_TRANSITIONS <= THREADS, "a thread loads a segment's flag"
         smem = hopper.SharedMemory()
         self.m = smem.add(stages * STATE_BYTES)
@@ -71,9 +77,12 @@ class PrefillStatePassing(PrefillKernel):
         hopper.init_rings((self.ring,), shared, thread)
         hopper.wait_for_previous_kernel()
         pending, first = self.load_flags(args, coord)
-        first = first if self.summary else 0
-        if pending | self.summary:
+        if cutlass.const_expr(self.resumed):
+            self.resume(args, coord)
+        elif cutlass.const_expr(self.summary):
             self.pass_states(args, coord, first)
+        elif pending:
+            self.pass_states(args, coord, 0)
 
     @cute.jit
     def load_flags(self, args, coord):
@@ -118,20 +127,10 @@ class PrefillStatePassing(PrefillKernel):
             load_rows(state_at(args, coord, 1), rows)
         sums = cute.make_rmem_tensor((V_ROWS,), Float32)
         for segment in cutlass.range(first + 1, end, 1, unroll=1):
-            state_row = coord.channel * V_ROWS + coord.split * THREAD_ROWS
-            for r in cutlass.range_constexpr(THREAD_ROWS):
-                ptx.store_shared_f32(coord.shared + self.state + (state_row + r) * 4, rows[r])
-            self.load_transition(args, coord, segment, rows)
             i = segment - 1 - first
-            stage, phase = self.ring.locate(i)
-            cute.arch.sync_threads()
-            self.ring.consumer_wait(coord.shared, stage, phase)
-            sums.fill(0.0)
-            for k in cutlass.range(0, D // K_SPLITS, K_UNROLL, unroll=1):
-                self.add_products(coord, stage, coord.split * (D // K_SPLITS) + k, sums)
-            for r in cutlass.range_constexpr(V_ROWS):
-                ptx.store_shared_f32(self.partial_sum_at(coord, coord.split, r), sums[r])
-            cute.arch.sync_threads()
+            self.share_rows(coord, rows)
+            self.load_transition(args, coord, segment, rows)
+            self.multiply(coord, i, sums)
             if loads & (segment + self.stages < end):
                 self.start_load_m(args, coord, segment + self.stages, i + self.stages)
             passed = ptx.load_shared(self.flag_at(coord, segment)) == 0
@@ -143,12 +142,54 @@ class PrefillStatePassing(PrefillKernel):
                 # The next segment's initial state: store it, or load it where it is known.
                 at = state_at(args, coord, segment + 1)
                 if passed:
-                    for r in cutlass.range_constexpr(THREAD_ROWS):
-                        ptx.store_words(at + r * (D * 4), [rows[r].bitcast(Uint32)], True)
+                    store_rows(at, rows)
                 else:
                     load_rows(at, rows)
         if cutlass.const_expr(self.summary):
             self.store_summary(args, coord, rows)
+
+    @cute.jit
+    def resume(self, args, coord):
+        """Store the initial state of every segment."""
+        rows = cute.make_rmem_tensor((THREAD_ROWS,), Float32)
+        sums = cute.make_rmem_tensor((V_ROWS,), Float32)
+        n, hv = Int32(coord.head) // args.size.HV, Int32(coord.head) % args.size.HV
+        slot = load_state_index(args, n)
+        at = initial_state_at(args, slot, hv) + coord.v_row * (self.K * 4) + coord.channel * 4
+        load_rows(at, rows, self.K * 4, (slot >= 0) & (coord.channel < self.K))
+        store_rows(state_at(args, coord, 0), rows)
+        i, loads = Int32(0), hopper.copies(coord.thread)
+        for segment in cutlass.range(0, args.size.segments - 1, 1, unroll=1):
+            b_at = transition_at(args, coord, segment) + thread_offset(coord)
+            if ptx.load_shared(self.flag_at(coord, segment)) == 0:
+                if loads:
+                    self.start_load_m(args, coord, segment, i)
+                self.share_rows(coord, rows)
+                load_rows(b_at, rows)
+                self.multiply(coord, i, sums)
+                self.add_partial_sums(coord, rows)
+                i += 1
+            else:
+                load_rows(b_at, rows)
+            store_rows(state_at(args, coord, segment + 1), rows)
+
+    def share_rows(self, coord, rows):
+        state_row = coord.channel * V_ROWS + coord.split * THREAD_ROWS
+        for r in range(THREAD_ROWS):
+            ptx.store_shared_f32(coord.shared + self.state + (state_row + r) * 4, rows[r])
+
+    @cute.jit
+    def multiply(self, coord, i, sums):
+        """Leave the products of the shared rows and the i-th M in shared memory."""
+        stage, phase = self.ring.locate(i)
+        cute.arch.sync_threads()
+        self.ring.consumer_wait(coord.shared, stage, phase)
+        sums.fill(0.0)
+        for k in cutlass.range(0, D // K_SPLITS, K_UNROLL, unroll=1):
+            self.add_products(coord, stage, coord.split * (D // K_SPLITS) + k, sums)
+        for r in cutlass.range_constexpr(V_ROWS):
+            ptx.store_shared_f32(self.partial_sum_at(coord, coord.split, r), sums[r])
+        cute.arch.sync_threads()
 
     @cute.jit
     def load_transition(self, args, coord, segment, rows, first=False):
@@ -163,12 +204,7 @@ class PrefillStatePassing(PrefillKernel):
                 flag = ptx.load_shared(self.flag_at(coord, segment))
                 is_m = Int32(coord.v_row >= self.V) & Int32(flag == 0)
                 at += Int64(select_(is_b, Int64(0), Int64(STATE_BYTES - self.V * D * 4)))
-            loaded = [
-                ptx.load_words(at + r * (D * 4), is_b | (is_m != 0), count=1)[0]
-                for r in range(THREAD_ROWS)
-            ]
-            for r in cutlass.range_constexpr(THREAD_ROWS):
-                rows[r] = loaded[r].bitcast(Float32)
+            load_rows(at, rows, condition=is_b | (is_m != 0))
 
     def add_partial_sums(self, coord, rows):
         for r in range(THREAD_ROWS):
@@ -185,8 +221,7 @@ class PrefillStatePassing(PrefillKernel):
         at = args.ptr.final_state + offset(cutlass.max(slot, 0), args.stride.final_state_p)
         at += offset(hv, args.stride.final_state_h) + coord.v_row * (self.K * 4) + coord.channel * 4
         stored = (slot >= 0) & (coord.channel < self.K)
-        for r in cutlass.range_constexpr(THREAD_ROWS):
-            ptx.store_words(at + r * (self.K * 4), [rows[r].bitcast(Uint32)], stored)
+        store_rows(at, rows, self.K * 4, stored)
 
     def add_products(self, coord, stage, k, sums):
         """sums += S[:, k : k + 16] M[k : k + 16, channel]."""
@@ -232,7 +267,12 @@ def thread_offset(coord):
     return coord.v_row * (D * 4) + coord.channel * 4
 
 
-def load_rows(at, rows):
-    loaded = [ptx.load_words(at + r * (D * 4), True, count=1)[0] for r in range(THREAD_ROWS)]
+def load_rows(at, rows, pitch=D * 4, condition=True):
+    words = [ptx.load_words(at + r * pitch, condition, count=1)[0] for r in range(THREAD_ROWS)]
     for r in range(THREAD_ROWS):
-        rows[r] = loaded[r].bitcast(Float32)
+        rows[r] = words[r].bitcast(Float32)
+
+
+def store_rows(at, rows, pitch=D * 4, condition=True):
+    for r in range(THREAD_ROWS):
+        ptx.store_words(at + r * pitch, [rows[r].bitcast(Uint32)], condition)

@@ -10,7 +10,8 @@ the last segment. Behind a segment with a window, B alone is the next one's init
 docs/math.md, "Segments".
 
 summary: M and B of all segments, for M and B of the whole sequence. Where gates forget over a
-window at the sequence's end, the last segment is that window.
+window at the sequence's end, the last segment is that window. Other segments then have nothing to
+do, unless a scan of them follows: resumed.
 """
 
 from typing import NamedTuple
@@ -64,8 +65,9 @@ class PrefillTransitions(PrefillKernel):
         state_dtype: str,
         stages: int = 3,
         summary: bool = False,
+        resumed: bool = False,
     ):
-        self.summary = summary
+        self.summary, self.resumed = summary, resumed
         # mma.sync has no registers for a second MMA warpgroup.
         self.rows = V if levels.current().wgmma else WARPGROUP_ROWS
         self.mma_groups, self.b_tiles = self.rows // WARPGROUP_ROWS, V // self.rows
@@ -117,6 +119,8 @@ class PrefillTransitions(PrefillKernel):
         if cutlass.const_expr(self.has_windows):
             window = last_window_chunks(args, work.sequence, work.hv, thread % hopper.WARP)
             window = Int32(select_(work.state_index >= 0, window, 0))
+            if cutlass.const_expr(self.resumed):
+                window = Int32(select_(is_last(args, work), window, 0))
         runs = (next_window == 0) & (self.is_b(work) | (not has_window(coord)))
         forgets = has_window(coord) | (next_window > 0)
         if window > 0:
