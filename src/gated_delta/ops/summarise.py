@@ -264,12 +264,12 @@ class ResumableLaunch(PrefillLaunch):
         pointers[self.o_at] = out.data_ptr()
         first = pointers.copy()
         first[INITIAL_STATE], first[FINAL_STATE] = 0, summary.data_ptr()
-        functions = self.functions[:-2]
-        self.call_kernels(functions, first, self.summary_strides, workspace, stream)
+        functions = self.functions
+        self.call_kernels(functions[:-2], first, self.summary_strides, workspace, stream)
 
         def finish() -> Tensor:
             with contextlib.nullcontext() if device.type == "cpu" else torch.cuda.device(device):
-                self.call_kernels(self.functions[-2:], pointers, self.strides, workspace, stream)
+                self.call_kernels(functions[-2:], pointers, self.strides, workspace, self.stream())
             return out
 
         return Resumable(summary, finish, tensors)
