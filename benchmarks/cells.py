@@ -614,19 +614,25 @@ PREFILL_TP = prefills(
 """Heads of one rank of models under tensor parallelism 1, 2, 4 and 8; `measure prefill_tp`."""
 
 
+GRID = 1024
+"""Tokens of a segment of prefill(deterministic=GRID); its check has segments of 64."""
+
+
 def deterministic(cell: Cell) -> Cell:
-    """A cell of prefill; the part is the same call with deterministic=True."""
+    """A cell of prefill; the parts are the same call with deterministic=True, and =GRID."""
 
     def cases(cell: Cell) -> list[Case]:
         plain = prefill_cases(cell)
-        return [*plain, *(replace(case, deterministic=True) for case in plain)]
+        values = (True, CHUNK)
+        return [*plain, *(replace(x, deterministic=value) for value in values for x in plain)]
 
     def make(cell: Cell, device: torch.device, seed: int) -> SimpleNamespace:
         ours = prompts(cell, device, seed).ours
 
         def parts(backend: str) -> dict[str, Any]:
             call: Any = ours(backend)
-            return {"deterministic": partial(call, deterministic=True)}
+            values = {"deterministic": True, f"deterministic={GRID}": GRID}
+            return {name: partial(call, deterministic=value) for name, value in values.items()}
 
         return SimpleNamespace(ours=ours, parts=parts)
 

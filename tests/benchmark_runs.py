@@ -24,7 +24,7 @@ def fake_runner(monkeypatch):
     monkeypatch.setattr(Runner, "backend", "reference")
     captured, said = [], []
     times = {"ours": 4.0, "copy": 3.0, "verify": 2.5, "flush": 1.75, "two_rounds": 6.0}
-    times |= dict(decode=3.5, chain=3.75, deterministic=5.0)
+    times |= {"decode": 3.5, "chain": 3.75, "deterministic": 5.0, "deterministic=1024": 4.5}
 
     def capture(calls, passes):
         for call in calls:

@@ -705,11 +705,16 @@ def test_a_tree_is_timed_beside_a_chain(runner):
 
 def test_a_deterministic_prefill_is_timed_beside_the_default(runner):
     cell = cells.deterministic(small(cells.prefill("gdn", (2, 2), "fast", "1x70", (70,))))
-    assert [case.deterministic for case in cell.cases(cell)] == [False, False, True, True]
+    values = [case.deterministic for case in cell.cases(cell)]
+    assert [(type(x), x) for x in values] == [
+        (type(x), x) for x in (False, False, True, True, 64, 64)
+    ]
     record = runner({}).measure(cell)
-    assert (record["us"], record["parts"]) == (4.0, {"deterministic": 5.0})
+    assert record["us"] == 4.0
+    assert record["parts"] == {"deterministic": 5.0, "deterministic=1024": 4.5}
     b = cell.make(cell, CPU, 0)
-    assert b.parts("reference")["deterministic"].keywords["deterministic"]
+    parts = b.parts("reference")
+    assert [part.keywords["deterministic"] for part in parts.values()] == [True, 1024]
 
 
 @pytest.mark.parametrize("op", CELLS)

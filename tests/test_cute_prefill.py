@@ -1394,6 +1394,41 @@ def test_deterministic_bits_are_the_same_in_any_split(axis, kind):
             same(state[0], checkpoints[n, j, values] if j < len(splits[n]) else after[n, values])
 
 
+@pytest.mark.parametrize("L", [64, 320])
+@pytest.mark.parametrize("kind", SIZES)
+def test_bits_on_a_grid_are_the_same_in_any_cut(axis, kind, L):
+    """Of one head or all, in any batch, on any number of SMs; checkpoints are states at cuts."""
+    lengths = (3 * L + 100, L, 1, L - 1, 0, 2 * L)
+    N, ends = len(lengths), [0, *itertools.accumulate(lengths)]
+    dense, start = sized(tokens(N, max(lengths), axis=axis), pool(N, torch.float32), kind)
+    cuts = [list(range(0, length + 1, L)) for length in lengths]
+    lens, results = index(*([*reversed(x), *[-1] * 5][:6] for x in cuts)), []
+    for sms in (None, 1, 20):
+        checkpoints = poisoned(N, 6, dtype=torch.float32)
+        options = dict(checkpoint_lens=lens, checkpoints=checkpoints, deterministic=L)
+        with prefill_path("grid", sms):
+            results.append((*in_pool(packed(dense, lengths), state=start, **options), checkpoints))
+    for x, *later in zip(*results):
+        for y in later:
+            same(x, y)
+    o, after, checkpoints = results[0]
+    assert o.isfinite().all()
+    if kind not in ("far apart", "fading"):
+        want_o, want = exact(packed(dense, lengths), initial_state=start)
+        assert relative_error(o, want_o) <= 3e-3
+        assert relative_error(after, want) <= 2e-3
+    for n, (first, last) in itertools.product(range(N), ((0, H), (2, 3))):
+        call, values = of_heads(part(dense, slice(n, n + 1), slice(0, lengths[n])), first, last)
+        state, stored = start[n : n + 1, values], dict(zip(lens[n].tolist(), checkpoints[n]))
+        same(stored[0][values], state[0])
+        for begin, end in itertools.pairwise(sorted({*cuts[n], lengths[n]})):
+            states = dict(initial_state=state, output_final_state=True, deterministic=L)
+            got, state = prefill(part(call, slice(None), slice(begin, end)), **states)
+            same(got[0], o[0, ends[n] + begin : ends[n] + end, values])
+            same(state[0], stored[end][values] if end in stored else after[n, values])
+        same(state[0], after[n, values])
+
+
 def test_deterministic_bits_do_not_depend_on_the_load(axis, state_dtype):
     """Few sequences or many, alone, from a pool or a tensor: dispatch picks different paths."""
     call, start = slow_gates(tokens(40, 300, axis=axis)), pool(40, state_dtype)

@@ -764,14 +764,6 @@ def test_a_schedule_has_its_kernels_and_regions(launches, axis, path, kernels, r
         assert dict(variant.facts).get("windows", segments > 1) == (segments > 1)
 
 
-def test_state_passing_has_a_thread_for_each_transition(launches):
-    """512 and a last segment without one."""
-    with prefill_path(513, sms=132):
-        run("prefill", **prompts((1, 640)))
-    with prefill_path(514, sms=132), pytest.raises(AssertionError, match="514 segments"):
-        run("prefill", **prompts((1, 640)))
-
-
 def test_an_item_of_overlapped_has_whole_qk_heads(launches, monkeypatch):
     monkeypatch.setattr(on_host, "prepare_heads", lambda *_: 1)
     with prefill_path("overlapped"), pytest.raises(AssertionError, match="1 of 2 value heads"):
@@ -845,6 +837,28 @@ def test_a_deterministic_prefill_has_one_scan_of_one_segment(launches, axis, kee
         assert launches[0][-1].segments == 1
     route = gd.explain("prefill", **packed, deterministic=True, backend="cute")
     assert "deterministic" in str(route)
+
+
+@pytest.mark.parametrize(
+    ("ends", "slots", "whole"),
+    [((0, 640), 5, 5), ((0, 100, 640), 7, 5), ((0, 70, 127), None, None)],
+)
+def test_a_grid_has_slots_for_any_packed_lengths(launches, axis, ends, slots, whole):
+    """Segments of 128 tokens. Of fewer tokens there are none, and kernels are those of True."""
+    call = prompts((1, ends[-1]), axis) | dict(cu_seqlens=ints(*ends))
+    run("prefill", **call, deterministic=128)
+    if slots is None:
+        assert not launches[0][-1].grid_chunks
+        assert dict(launches.kernels[-1].facts).get("deterministic")
+        return
+    sizes = launches[0][-1]
+    assert kernels_of(launches) == ["prepare", "transitions", "state_passing", "scan"]
+    assert regions_of(launches) == TILES | SEGMENTED | {"transition_norms"} | (
+        {"k_restored"} if axis == "channel" else set()
+    )
+    assert (sizes.grid_chunks, sizes.scan_chunks) == (2, 2)
+    assert (sizes.segments, sizes.whole_segments) == (slots, whole)
+    assert all(dict(x.facts).get("grid") for x in launches.kernels[1:])
 
 
 def test_calls_and_explain_pass_the_same_work(launches, monkeypatch):

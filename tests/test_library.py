@@ -21,6 +21,7 @@ SAMPLES = [
     ("prefill", tokens() | dict(gate=gd.Gate.softplus(A_LOG), output_final_state=True)),
     ("prefill", tokens(1, 4) | dict(cu_seqlens=torch.tensor([0, 3, 4]), max_seqlen=3)),
     ("prefill", tokens() | dict(state=pool(), state_indices=torch.tensor([3, -1]))),
+    ("prefill", tokens() | dict(deterministic=64)),
     (
         "prefill",
         tokens()

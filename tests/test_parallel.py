@@ -164,12 +164,12 @@ def pools_and_checkpoints_are_right(axis, dtype):
     assert not any(w[slot] for w in written for slot in rest), "a null or inactive slot"
 
 
-def a_relay_has_the_bits_of_one_call(axis, name):
+def a_relay_has_the_bits_of_one_call(axis, name, deterministic):
     lengths = dict(one=(320,), packed=(64, 128, 0, 128))[name]
     tokens, initial = batch(axis, "slow", lengths)
     ends, ranks = ends_of(lengths), dist.get_world_size()
     cuts = even(320, ranks, 64)
-    call = dict(initial_state=initial, output_final_state=True, deterministic=True)
+    call = dict(initial_state=initial, output_final_state=True, deterministic=deterministic)
     o, final = parallel.prefill(**shard(tokens, cuts), cuts=cuts, cu_seqlens=ends, **call)
     whole, states = gd.prefill(**tokens, cu_seqlens=torch.tensor(ends), **call)
     assert torch.equal(in_order(o, cuts), whole)
@@ -272,8 +272,12 @@ CASES |= {
     for axis, dtype in (("head", torch.float32), ("channel", torch.bfloat16))
 }
 CASES |= {
-    f"relay-{'-'.join(x)}": (a_relay_has_the_bits_of_one_call, x)
-    for x in (("head", "packed"), ("channel", "one"))
+    f"relay-{axis}-{name}-{value}": (a_relay_has_the_bits_of_one_call, (axis, name, value))
+    for axis, name, value in (
+        ("head", "packed", True),
+        ("channel", "one", True),
+        ("head", "one", 64),
+    )
 }
 CASES |= {
     f.__name__: (f, ())

@@ -9,7 +9,8 @@ import torch
 from gated_delta.gpus import FORCED, H200
 from gated_delta.kernels.prefill import arguments
 from gated_delta.ops import PREFILL, prefill_schedule
-from gated_delta.ops.prefill_kinds import SEGMENTS, TILES
+from gated_delta.ops.prefill import scanned_segments
+from gated_delta.ops.prefill_kinds import GRID, SEGMENTS, TILES
 from gated_delta.ops.prefill_schedule import (
     KINDS,
     RULES,
@@ -84,6 +85,9 @@ UNSUPPORTED = [
     ("segments", KDA, dict(V=192)),
     ("overlapped", GDN, dict(K=96, V=192)),
     ("fused", GDN, dict(V=192)),
+    ("grid", GDN, {}),
+    ("grid", KDA, dict(grid=64, K=96)),
+    ("segments", GDN, dict(grid=64, options=frozenset({"deterministic"}))),
 ]
 UNSUPPORTED += [
     (kind, axis, dict(options=frozenset({"deterministic"})))
@@ -122,15 +126,18 @@ def test_schedules_fit_the_gpu():
         lengths = [rng.randrange(longest) + 1 for _ in range(rng.choice((1, 1, 2, 4, 10, 40)))]
         sms, options = rng.choice((20, 78, 114, 132)), rng.choice(((), ("deterministic",)))
         gpu = rng.choice((H200, H200, FORCED["sm_90"], FORCED["sm_86"]))._replace(sms=sms)
-        schedule = planned(axis, heads, lengths, *options, gpu=gpu)
+        grid = rng.choice((None, 64, 1024)) if options else None
+        schedule = planned(axis, heads, lengths, *options, gpu=gpu, grid=grid)
         kinds.add((gpu.level, schedule.kind))
-        assert schedule.kind.supports(problem(axis, heads, *options), len(lengths), gpu)
-        if schedule.kind.segmented:
+        assert schedule.kind.supports(problem(axis, heads, *options, grid=grid), len(lengths), gpu)
+        assert schedule.kind.on_grid == (max(lengths) >= (grid or 2**20))
+        if schedule.kind.segmented and not schedule.kind.on_grid:
             least = 4 if gpu.level == "sm_90a" else 2
             assert least <= schedule.segments <= sms // (2 * heads[1] * len(lengths))
         else:
             assert schedule.segments == 1
-    by_level = {"sm_90a": KINDS, "sm_90": (TILES, SEGMENTS), "sm_80": (TILES, SEGMENTS)}
+    portable = (TILES, SEGMENTS, GRID)
+    by_level = {"sm_90a": KINDS, "sm_90": portable, "sm_80": portable}
     assert kinds == {(level, kind) for level, kinds in by_level.items() for kind in kinds}
 
 
@@ -155,6 +162,25 @@ def test_explain_prints_the_rule():
 
 def test_a_prompt_of_no_tokens_takes_tiles():
     assert rule_of(Call(problem(GDN, (2, 4)), 0, 0, 0, H200)).kind.name == "tiles"
+
+
+def test_packed_tokens_lie_on_a_grid_whatever_max_seqlen_says():
+    """Bits may not depend on it. Dense sequences have their own length."""
+    options = frozenset({"deterministic", "cu_seqlens_i32"})
+    packed = problem(GDN, (2, 4), options=options, grid=1024)
+    for tokens, name in ((1023, "tiles"), (1024, "grid")):
+        for max_seqlen in (None, 1, 5000):
+            longest = longest_of(packed, 8, tokens, max_seqlen)
+            assert schedule_of(Call(packed, 8, tokens, longest, H200)).kind.name == name
+    assert planned(GDN, (2, 4), (1023,) * 8, "deterministic", grid=1024).kind.name == "tiles"
+
+
+@pytest.mark.parametrize(("segments", "ctas", "most"), [(8, 16, 1), (64, 16, 8), (8, 24, 2)])
+def test_ctas_that_scan_a_grid_run_at_once(segments, ctas, most):
+    """GDN 4/8 and KDA 12/12 on 132 SMs."""
+    each = scanned_segments(segments, ctas, 132)
+    assert each == most
+    assert ctas * -(-segments // each) <= 132
 
 
 def test_unknown_packed_lengths_count_as_uneven():
@@ -211,6 +237,7 @@ def test_regions_of_the_workspace_do_not_overlap():
                 channel=channel,
                 raw=raw,
                 segments=segments,
+                whole_segments=chunk_slots * (segments > 1),
                 has_windows=has_windows,
                 ranked=ranked,
                 queued=queued,

@@ -97,7 +97,7 @@ BAD = {
                 "initial_state: expected dtype",
             ),
             (dict(output_final_state=None), "output_final_state: expected True or False"),
-            (dict(deterministic=1), "deterministic: expected True or False, got int"),
+            (dict(deterministic=64.0), "deterministic: expected True, False or an int, got float"),
             (
                 dict(state=pool(), has_initial_state=ints(1, 0)),
                 "has_initial_state: expected dtype torch.bool",
@@ -196,6 +196,9 @@ BAD = {
     },
     ValueError: {
         "prefill": [
+            (dict(deterministic=1), "deterministic: expected True, .* multiple of 64, got 1"),
+            (dict(deterministic=-64), "deterministic: expected True, .* multiple of 64, got -64"),
+            (dict(deterministic=0), "deterministic: expected True, .* multiple of 64, got 0"),
             (dict(allow_neg_eigval=True), "beta_logits: expected True with allow_neg_eigval=True"),
             (dict(q=torch.zeros(T, H, K)), r"q: expected 4 dimensions \[N, T, H, K\], got shape"),
             (

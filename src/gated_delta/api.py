@@ -50,7 +50,7 @@ def prefill(
     initial_state: Tensor | None = ..., output_final_state: Literal[True], state: None = ...,
     state_indices: None = ..., has_initial_state: None = ...,
     checkpoint_lens: Tensor | None = ..., checkpoint_indices: Tensor | None = ...,
-    checkpoints: Tensor | None = ..., deterministic: bool = ..., null_index: int = ...,
+    checkpoints: Tensor | None = ..., deterministic: bool | int = ..., null_index: int = ...,
     out: Tensor | None = ..., backend: str = ...,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -61,7 +61,7 @@ def prefill(
     initial_state: Tensor | None = ..., output_final_state: bool = ..., state: Tensor | None = ...,
     state_indices: Tensor | None = ..., has_initial_state: Tensor | None = ...,
     checkpoint_lens: Tensor | None = ..., checkpoint_indices: Tensor | None = ...,
-    checkpoints: Tensor | None = ..., deterministic: bool = ..., null_index: int = ...,
+    checkpoints: Tensor | None = ..., deterministic: bool | int = ..., null_index: int = ...,
     out: Tensor | None = ..., backend: str = ...,
 ) -> tuple[Tensor, Tensor | None]: ...
 # fmt: on
@@ -87,7 +87,7 @@ def prefill(
     checkpoint_lens: Tensor | None = None,
     checkpoint_indices: Tensor | None = None,
     checkpoints: Tensor | None = None,
-    deterministic: bool = False,
+    deterministic: bool | int = False,
     null_index: int = -1,
     out: Tensor | None = None,
     backend: str = "auto",
@@ -127,7 +127,8 @@ def prefill(
     deterministic: the bits of a sequence's outputs, states and checkpoints, per value head, depend
     on its own tokens, initial state and gate alone, not on N, H, HV or other sequences. With fp32
     states a prompt in several calls, split at multiples of 64 tokens, has the bits of one call.
-    Slower: docs/contract.md.
+    Slower: docs/contract.md. An int L, a multiple of 64: the same for splits at multiples of L
+    tokens, in segments of L tokens, which few heads and long prompts run faster.
 
     Returns (o [N, T, HV, V] in v's dtype, final_state). Raises TypeError or ValueError naming the
     argument, IndexError for an index past the pool (reference backend), UnsupportedProblem if the
@@ -464,7 +465,8 @@ def _node(op: Operation, *arguments: Any) -> Any:
             refuse_grad(BUFFER.get(name, name), x)
     # A schema takes 1 for True, True for 1, and a tensor's present value for either.
     for name, is_flag in op.flags.items():
-        if isinstance(x := getattr(a, name), bool) != is_flag or isinstance(x, Tensor):
+        x = getattr(a, name)
+        if (isinstance(x, bool) != is_flag and name not in op.numbers) or isinstance(x, Tensor):
             expected = "True or False" if is_flag else "no flag or tensor"
             raise TypeError(f"{name}: expected {expected}, got {type_name(x)}")
     a = op.allocated(a)

@@ -14,15 +14,20 @@ import torch
 from . import api
 from .ops import OPERATIONS, Operation
 
+NUMBER = object()
+"""The kind of an argument that is a flag or an int."""
+
 
 def _schema(op: Operation) -> str:
     """A schema: "(Tensor q, ..., Tensor(a!) state, Tensor? A_log, ..., str backend) -> ()"."""
     arguments = []
     for i, (name, annotation) in enumerate(get_type_hints(op.arguments).items()):
         kind, *optional = get_args(annotation) or (annotation,)
+        if annotation == bool | int:  # a SymInt would take True for 1
+            kind, optional = NUMBER, []
         mutated = f"({chr(ord('a') + i)}!)" if name in op.may_write else ""
         # An "int" would compile one graph per value.
-        type_name = "SymInt" if kind is int else kind.__name__
+        type_name = "SymInt" if kind is int else "Scalar" if kind is NUMBER else kind.__name__
         arguments.append(f"{type_name}{mutated}{'?' if optional else ''} {name}")
     return f"({', '.join(arguments)}) -> ()"
 

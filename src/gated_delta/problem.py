@@ -356,6 +356,8 @@ class Problem:
     state_dtype: torch.dtype | None = None
     qk_l2norm: bool = True
     beta_logits: bool = False
+    grid: int | None = None
+    """Tokens of a segment, of a prefill with deterministic=L."""
     options: frozenset[str] = frozenset()
     """Optional parts of the call: each index tensor, with its dtype (cu_seqlens_i32,
     state_indices_i64, ...), and pool, token_slots, has_initial_state, initial_state, final_state,
@@ -390,6 +392,7 @@ class Problem:
         if self.dtype is not None:
             parts += [] if self.qk_l2norm else ["no_l2norm"]
             parts += ["beta_logits"] if self.beta_logits else []
+        parts += [f"grid{self.grid}"] if self.grid else []
         return "-".join(parts + sorted(self.options))
 
     def _odd_dtypes(self) -> list[tuple[str, torch.dtype]]:

@@ -447,6 +447,31 @@ def test_what_batch_invariance_needs(
         assert layer.get_attn_backend().supports_batch_invariance()
 
 
+@pytest.mark.parametrize(
+    ("changed", "tokens"),
+    [
+        ({}, 1088),
+        (dict(block_size=2112, mamba_block_size=2112), 704),
+        (dict(block_size=4096, mamba_block_size=4096), 1024),
+        (dict(block_size=128, mamba_block_size=128), None),
+        (dict(prefix_match_unit=64), None),
+        (dict(mamba_cache_mode="none", block_size=96, prefix_match_unit=None), 1024),
+        (dict(max_num_scheduled_tokens=4096), None),
+        (dict(long_prefill_token_threshold=1000), None),
+    ],
+)
+def test_segments_of_which_all_cuts_are_multiples(
+    changed: dict[str, Any], tokens: int | None
+) -> None:
+    from gated_delta.integrations.vllm import cuts as vllm_cuts
+
+    case: dict[str, Any] = dict(block_size=1088, mamba_block_size=1088, mamba_cache_mode="align")
+    case |= dict(max_num_batched_tokens=8192, max_num_scheduled_tokens=None, max_num_seqs=64)
+    config = SimpleNamespace(**case | dict(long_prefill_token_threshold=0) | changed)
+    config.cache_config = config.scheduler_config = config
+    assert vllm_cuts.segment(config, changed.get("prefix_match_unit")) == tokens
+
+
 class Steps:
     """vLLM's scheduler and its cache of a hybrid model: prompts in steps, without a model."""
 
@@ -546,6 +571,7 @@ def aligned(monkeypatch: pytest.MonkeyPatch) -> Any:
         dict(block=128, unit=64, max_num_batched_tokens=1000),
         dict(block=64, max_num_batched_tokens=256),
         dict(block=96, enable_prefix_caching=False, max_num_batched_tokens=1000),
+        dict(block=1088, max_num_batched_tokens=4480, max_num_seqs=128),
     ],
     ids=str,
 )
@@ -556,9 +582,11 @@ def test_every_cut_is_on_the_grid(settings: dict[str, Any], aligned: Any) -> Non
         for decodes, prompts in (0, 0), (3, 0), (1, 2), (100, 0), (100, 3):
             for _ in range(2):
                 cuts = steps.cuts(tokens, decodes, prompts)
-                assert [place for place in cuts if place % 64] == []
+                grid = steps.scheduler.gated_delta_grid
+                assert [place for place in cuts if place % grid] == []
                 parts = max(parts, len(cuts))
     assert parts > 1
+    assert grid == (1088 if settings.get("max_num_seqs") else 64)
 
 
 def test_a_scheduler_off_the_grid_does_not_start(aligned: Any) -> None:
@@ -576,7 +604,8 @@ def test_a_cut_in_front_of_an_image(aligned: Any, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(vllm_process, "logger", lambda: SimpleNamespace(warning=log.append))
     image = SimpleNamespace(mm_position=SimpleNamespace(offset=100))
     request = SimpleNamespace(request_id="r", num_tokens=3000, mm_features=[image])
-    scheduler = SimpleNamespace(has_mamba_layers=True, num_prefill_lookahead=0)
+    grid = dict(gated_delta_grid=64, num_prefill_lookahead=0)
+    scheduler = SimpleNamespace(has_mamba_layers=True, **grid)
 
     def cut(start: int, tokens: int) -> int:
         return start + aligned._reserve_prefill_lookahead(scheduler, request, start, tokens)

@@ -107,7 +107,7 @@ def count():
                     CALLS["ring"] += 1
                     CALLS["folds"] += int((lens == kwargs["buffer"].u.shape[1]).sum())
                 CALLS["norm"] += kwargs.get("norm") is not None
-                CALLS["deterministic"] += kwargs.get("deterministic", False)
+                CALLS["deterministic"] += kwargs.get("deterministic", False) is not False
                 most = max(CALLS["most sequences"], len(kwargs["state_indices"]))
                 CALLS["most sequences"] = most
                 CALLS["checkpoints"] += kwargs.get("checkpoint_lens") is not None

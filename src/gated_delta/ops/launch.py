@@ -94,6 +94,8 @@ class Operation(ABC):
         self.calls: CallCache[Any] = CallCache()
         hints = get_type_hints(self.arguments)
         self.tensors = [x for x, hint in hints.items() if hint in (Tensor, Tensor | None)]
+        self.numbers = [x for x, hint in hints.items() if hint == bool | int]
+        """Arguments that are a flag or an int."""
         self.flags = {x: hint is bool for x, hint in hints.items() if x not in self.tensors}
         self.key = self._key(hints)
 
@@ -112,7 +114,8 @@ class Operation(ABC):
         flags = [x for x in values if self.flags[x]]
         parts += [f"{x} is True or ({x} is not False and refuse())" for x in flags]
         parts += [x for x in values if x not in flags]
-        parts += [f"type({x})" for x in values if hints[x] in (int, int | None, float | None)]
+        numbers = (int, int | None, float | None, bool | int)
+        parts += [f"type({x})" for x in values if hints[x] in numbers]
         key = f"lambda {', '.join(hints)}: ({', '.join(parts)}, grad())"
         return eval(key, dict(grad=torch.is_grad_enabled, refuse=_refuse))
 

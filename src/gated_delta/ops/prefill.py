@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -12,7 +13,6 @@ from .. import compile, reference
 from ..gpus import H200, Gpu
 from ..kernels.prefill.arguments import (
     CHUNK,
-    MAX_TRANSITIONS,
     PrefillPointers,
     PrefillSizes,
     PrefillStrides,
@@ -72,7 +72,7 @@ class Arguments(NamedTuple):
     beta_logits: bool
     allow_neg_eigval: bool
     output_final_state: bool
-    deterministic: bool
+    deterministic: bool | int
     max_seqlen: int | None
     null_index: int
     backend: str
@@ -88,8 +88,8 @@ class Prefill(Operation):
         check = Checker()
         check.tokens(a)
         check.flag("output_final_state", a.output_final_state)
-        check.flag("deterministic", a.deterministic)
-        check.option("deterministic", a.deterministic)
+        grid = grid_of(a.deterministic)
+        check.option("deterministic", a.deterministic is not False)
         if a.cu_seqlens is None:
             absent("max_seqlen", a.max_seqlen, "without cu_seqlens")
         elif a.max_seqlen is not None and integer("max_seqlen", a.max_seqlen, "an int or None") < 0:
@@ -126,7 +126,7 @@ class Prefill(Operation):
         check.option(
             "unaligned_values", not all(check.aligned(x) and x.stride(-1) == 1 for x in values)
         )
-        return check.problem("prefill", a, dtype, None)
+        return replace(check.problem("prefill", a, dtype, None), grid=grid)
 
     def describe_checkpoints(self, check: Checker, a: Arguments, dtype: torch.dtype) -> None:
         if a.checkpoint_lens is None:
@@ -161,8 +161,9 @@ class Prefill(Operation):
     def run_reference(self, a: Arguments) -> None:
         states = ("initial_state", "state", "state_indices", "has_initial_state", "final_state")
         checkpoints = ("checkpoint_lens", "checkpoint_indices", "checkpoints")
-        names = (*states, *checkpoints, "null_index", "deterministic", "out")
-        reference.prefill(tokens_of(a), **{name: getattr(a, name) for name in names})
+        values = {name: getattr(a, name) for name in (*states, *checkpoints, "null_index", "out")}
+        deterministic = a.deterministic is not False
+        reference.prefill(tokens_of(a), **values, deterministic=deterministic)
 
     def check_values(self, a: Arguments) -> None:
         state = a.initial_state if a.state is None else a.state
@@ -212,7 +213,8 @@ class Prefill(Operation):
 
     def shipped(self, model: Model) -> list[Problem]:
         options = ((), ("checkpoints",), ("deterministic",))
-        return [model.problem("prefill", options=x) for x in options]
+        problems = [model.problem("prefill", options=x) for x in options]
+        return [*problems, replace(problems[-1], grid=CHUNK)]
 
     def launch(self, problem: Problem, plan: Plan, a: Arguments) -> Launch:
         return PrefillLaunch(self, problem, plan, a)
@@ -233,6 +235,36 @@ def prepare_heads(H: int, HV: int, chunk_slots: int, kind: Kind, sms: int) -> in
     ):
         heads //= 2
     return heads
+
+
+def grid_of(deterministic: object) -> int | None:
+    """Tokens of a segment for a value of `deterministic`; None for True and False."""
+    if isinstance(deterministic, bool):
+        return None
+    tokens = integer("deterministic", deterministic, "True, False or an int")
+    if tokens <= 0 or tokens % CHUNK:
+        raise ValueError(
+            f"deterministic: expected True, False or a multiple of {CHUNK}, got {tokens}"
+        )
+    return tokens
+
+
+def scanned_segments(segments: int, ctas: int, sms: int) -> int:
+    """Segments of a sequence on a grid that one CTA scans in turn. ctas: for one segment of each.
+
+    Which number takes the fewest rounds of all SMs; each CTA costs about as much as a quarter of a
+    segment.
+    """
+
+    def cost(each: int) -> float:
+        return -(-ctas * -(-segments // each) // sms) * (each + 0.25)
+
+    return min(range(1, segments + 1), key=cost, default=1)
+
+
+def grid_slots(sequences: int, total: int, tokens: int) -> int:
+    """The most that packed sequences need if `tokens` of one take a slot, and each at least one."""
+    return max(-(-total // tokens), 1) if sequences == 1 else total // tokens + sequences
 
 
 def _final_shape(a: Arguments) -> tuple[int, ...]:
@@ -283,7 +315,12 @@ class PrefillLaunch(TokensLaunch):
         # At least N: prepare, where it ranks the sequences, has a CTA for each.
         chunk_slots = max(-(-total // CHUNK) + N - 1 if packed else N * -(-T // CHUNK), N, 1)
         kind, segments, _ = plan.schedule
-        assert segments - 1 <= MAX_TRANSITIONS, f"state passing: {segments} segments"
+        grid, whole_segments, scan_tokens = problem.grid if kind.on_grid else None, 0, 0
+        if grid is not None:
+            whole_segments = -(-total // grid) if packed else N * (T // grid)
+            most = scanned_segments(-(-(total // N or T) // grid), N * HV * problem.V // 64, sms)
+            scan_tokens = grid * most
+            segments = grid_slots(N, total, scan_tokens) if packed else N * -(-T // scan_tokens)
         self.workspace = lay_out_workspace(
             WorkspaceShape(
                 N=N,
@@ -293,9 +330,10 @@ class PrefillLaunch(TokensLaunch):
                 channel=channel,
                 raw=kind.raw,
                 segments=segments,
+                whole_segments=whole_segments,
                 has_windows=kind.has_windows(problem),
                 # CTAs that all run at once need no order, and a scan without one starts early.
-                ranked=packed and N * HV * segments * (problem.V // kind.rows) > sms,
+                ranked=packed and not grid and N * HV * segments * (problem.V // kind.rows) > sms,
                 queued=kind.is_queued(N * HV, sms),
                 overlapped=kind.overlapped,
                 summary=kind.summary,
@@ -320,6 +358,9 @@ class PrefillLaunch(TokensLaunch):
                 checkpoints_per_sequence=0
                 if a.checkpoint_lens is None
                 else a.checkpoint_lens.shape[1],
+                grid_chunks=(grid or 0) // CHUNK,
+                whole_segments=whole_segments,
+                scan_chunks=scan_tokens // CHUNK,
             )
         )
 

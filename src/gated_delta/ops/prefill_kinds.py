@@ -40,6 +40,8 @@ class Kind:
     """M and B of whole sequences."""
     resumed: bool = False
     """Behind the summary a scan, from initial states that may come after it."""
+    on_grid: bool = False
+    """Segments have a fixed number of tokens: Problem.grid."""
     most_sequences: int | None = None
 
     def __repr__(self) -> str:
@@ -97,6 +99,7 @@ def _facts(kind: Kind, problem: Problem, gpu: Gpu) -> dict[str, dict[str, Any]]:
     stages = {} if count is None else dict(stages=count)
     # Without q and Aqk a stage of transitions is small enough for one more.
     more = {} if count is None else dict(stages=count + 1)
+    grid: dict[str, Any] = dict(grid=True) if kind.on_grid else {}
     scan = facts("axis", "K", "V", "dtype", "state_dtype")
     summary: dict[str, Any] = dict(summary=True) if kind.summary else {}
     resumed = dict(resumed=True) if kind.resumed else {}
@@ -105,10 +108,10 @@ def _facts(kind: Kind, problem: Problem, gpu: Gpu) -> dict[str, dict[str, Any]]:
         "rank": dict(overlapped=kind.overlapped),
         "prepare": facts("axis", "K", "dtype") | gate | windows,
         "prepare_raw": gate,
-        "transitions": scan | more | summary | resumed,
-        "state_passing": passing | (summary and summary | dict(K=problem.K)),
+        "transitions": scan | more | grid | summary | resumed,
+        "state_passing": passing | grid | (summary and summary | dict(K=problem.K)),
         "state_passing_resumed": passing | dict(resumed=True, K=problem.K),
-        "scan": scan | windows | checkpoints | stages,
+        "scan": scan | dict(windows=windows["windows"] and not grid) | checkpoints | stages | grid,
         "scan_raw": facts("g_dtype", "gate", "state_dtype") | checkpoints,
         "fused": gate | facts("state_dtype") | checkpoints,
         "overlapped": facts("axis") | gate | facts("state_dtype") | checkpoints,
@@ -128,7 +131,15 @@ def _is_deterministic(problem: Problem) -> bool:
 
 def _takes_segments(problem: Problem) -> bool:
     # Segments change bits; a CTA's rows, and where its chunks are prepared, do not.
-    return not _is_deterministic(problem) and {problem.K, problem.V} <= {64, 128}
+    return not _is_deterministic(problem) and _has_segments(problem)
+
+
+def _takes_grid(problem: Problem) -> bool:
+    return problem.grid is not None and _has_segments(problem)
+
+
+def _has_segments(problem: Problem) -> bool:
+    return {problem.K, problem.V} <= {64, 128}
 
 
 def _is_common(problem: Problem) -> bool:
@@ -175,6 +186,7 @@ RESUMED = Kind(
     summary=True,
     resumed=True,
 )
+GRID = Kind("grid", SEGMENTS.kernels, _takes_grid, hopper=False, segmented=True, on_grid=True)
 OVERLAPPED = Kind("overlapped", ("overlapped",), _takes_overlapped, overlapped=True)
 FUSED = Kind("fused", ("fused",), _takes_fused, in_one_cta=True)
 RAW = Kind("raw", ("prepare_raw", "scan_raw"), _takes_raw, raw=True)

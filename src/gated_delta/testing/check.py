@@ -161,11 +161,13 @@ def _rows(call: Call, indices: str) -> list[int]:
 def _bit_failures(call: Call, written: dict[str, Tensor], backend: str) -> list[str]:
     """Differences between a deterministic prefill and its last q/k head, one sequence at a time.
 
-    With fp32 states that prefill runs in parts of 64 tokens. The call's states are restored before.
+    With fp32 states that prefill runs in parts of 64 tokens, or of a segment of its grid. The
+    call's states are restored before.
     """
     case, failures = call.case, []
     group = case.heads[1] // case.heads[0]
-    part = CHECKPOINT_INTERVAL if case.state_dtype == torch.float32 else max(case.lengths)
+    part = CHECKPOINT_INTERVAL if case.deterministic is True else case.deterministic
+    part = part if case.state_dtype == torch.float32 else max(case.lengths)
     slots = _rows(call, "state_indices")
     for n, length in enumerate(case.lengths):
         if slots[n] <= case.null_index:
@@ -184,7 +186,7 @@ def _bit_failures(call: Call, written: dict[str, Tensor], backend: str) -> list[
                 **tokens._asdict(),
                 initial_state=state,
                 output_final_state=True,
-                deterministic=True,
+                deterministic=case.deterministic,
                 backend=backend,
             )
             state = final

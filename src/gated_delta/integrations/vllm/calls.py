@@ -39,7 +39,7 @@ class Recurrence:
     num_spec: int
     fuses_norm: bool
     aligned: bool
-    deterministic: bool
+    deterministic: bool | int
     inputs: torch.dtype
     backend: str
     A_log: Any

@@ -1,18 +1,41 @@
-"""vLLM's scheduler with VLLM_BATCH_INVARIANT=1: it cuts prompts at multiples of 64 tokens.
+"""vLLM's scheduler with VLLM_BATCH_INVARIANT=1: it cuts prompts at multiples of 64 tokens or more.
 
 Only there has a prompt in several prefills the bits of one. vLLM cuts where a step's tokens or
-`--long-prefill-token-threshold` end. Imports vLLM; `vllm.register` imports it.
+`--long-prefill-token-threshold` end, and where cached prefixes end. Imports vLLM; `vllm.register`
+imports it.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from gated_delta.integrations.vllm import process
 from gated_delta.problem import CHECKPOINT_INTERVAL as GRID
+
+LEAST, WANTED, MOST = 512, 1024, 2048
+"""Tokens of a segment of a deterministic prefill. Shorter ones cost more than they save."""
+FEW_HEADS = 12  # value heads on a GPU, up to which one segment of each leaves most of it idle
+STEPS = 4  # segments in a step's tokens: the scheduler leaves up to one of them unused
+
+
+def segment(config: Any, unit: int | None) -> int | None:
+    """Tokens of which all cuts are multiples, for prefill(deterministic=...); None: too few.
+
+    unit: as of `lacks`. Without cached prefixes the scheduler's own cuts are the only ones.
+    """
+    cache, scheduler = config.cache_config, config.scheduler_config
+    ends = WANTED
+    if cache.mamba_cache_mode != "none":
+        ends = unit or math.gcd(cache.block_size or 0, cache.mamba_block_size or 0)
+    step = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
+    most = min(MOST, (step - scheduler.max_num_seqs) // STEPS)
+    most = min(most, scheduler.long_prefill_token_threshold or most)
+    fitting = [x for x in range(GRID, most + 1, GRID) if ends % x == 0 and x >= LEAST]
+    return min(fitting, key=lambda x: abs(x - WANTED), default=None)
 
 
 def lacks(config: Any, unit: int | None) -> list[str]:
@@ -48,7 +71,7 @@ def lacks(config: Any, unit: int | None) -> list[str]:
 
 @functools.cache
 def align() -> None:
-    """Ends each part of a prompt but its last at a multiple of 64 tokens.
+    """Ends each part of a prompt but its last at a multiple of 64 tokens, or of a segment.
 
     A scheduler that lacks something for that raises RuntimeError when it is built.
     """
@@ -62,7 +85,9 @@ def align() -> None:
             if missing := lacks(self.vllm_config, unit):
                 needed = "; ".join(missing)
                 raise RuntimeError(f"VLLM_BATCH_INVARIANT=1: the scheduler needs {needed}")
-            process.logger().info(f"gated_delta cuts prompts at multiples of {GRID} tokens")
+            self.gated_delta_grid = segment(self.vllm_config, unit) or GRID
+            multiples = f"multiples of {self.gated_delta_grid} tokens"
+            process.logger().info(f"gated_delta cuts prompts at {multiples}")
 
     @functools.wraps(reserve)  # the last to shorten what a step computes of a request
     def aligned(self: Any, request: Any, start: int, tokens: int) -> int:
@@ -70,14 +95,15 @@ def align() -> None:
         end = start + tokens
         if not self.has_mamba_layers or end >= request.num_tokens:
             return tokens
-        on_grid = max(end // GRID * GRID - start, 0)
+        grid = self.gated_delta_grid
+        on_grid = max(end // grid * grid - start, 0)
         # The encoder has no room for the image there, perhaps until the tokens before it are done.
         image = any(x.mm_position.offset == end for x in request.mm_features or ())
         if on_grid or not tokens or not image:
             return on_grid
         process.logger().warning(
             f"gated_delta: {request.request_id} is cut at {end}, in front of an image that vLLM's "
-            f"encoder has no room for: no multiple of {GRID} tokens, so its bits may vary"
+            f"encoder has no room for: no multiple of {grid} tokens, so its bits may vary"
         )
         return tokens
 

@@ -91,6 +91,12 @@ class Core(Recurrence, abstract.MambaBase):
 
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
         super().bind_kv_cache(kv_cache)
+        if self.deterministic:  # by now vLLM has its blocks' size
+            config, few = self.vllm_config, self.sizes[1] <= cuts.FEW_HEADS
+            tokens = cuts.segment(config, config.cache_config.prefix_match_unit) if few else None
+            self.deterministic = tokens or True
+            asked = f"prefill with deterministic={self.deterministic}"
+            process.logger().info_once(f"gated_delta calls {asked} for {self.sizes[1]} heads")
         if self.ring:
             self.kvbuffer = kvbuffer.rows_of(self, kv_cache)
         exported = self._exports()

@@ -25,9 +25,6 @@ RAW_SCALE_BYTES = 3584
 STATE_BYTES = 128 * 128 * 4
 """A state in the workspace, or a segment's M or B: fp32 [128, 128]."""
 
-MAX_TRANSITIONS = 512
-"""Segments of a sequence but the last: state passing has a thread for each one's flag."""
-
 MAX_RAW_SEQUENCES = 32
 """Sequences of prepare_raw overlapped with scan_raw: a warp has one in each lane."""
 
@@ -97,7 +94,8 @@ class PrefillSizes(NamedTuple):
     chunk_ctas: int
     """CTAs of prepare for a chunk of all heads: HV / cta_heads."""
     segments: int
-    """Segments of each sequence, scanned in parallel."""
+    """Segments of each sequence, scanned in parallel; on a grid the scan's slots, of `scan_chunks`
+    each, in all sequences."""
     sms: int
     """SMs of the GPU: the most CTAs of a persistent kernel."""
     scan_sms: int
@@ -106,6 +104,12 @@ class PrefillSizes(NamedTuple):
     checkpoint_indices_kind: int
     checkpoints_per_sequence: int
     """C of checkpoint_lens, 0 without."""
+    grid_chunks: int
+    """Chunks of a segment on a grid; 0: no grid."""
+    whole_segments: int
+    """Segments of so many chunks in all sequences, at most."""
+    scan_chunks: int
+    """Chunks that a CTA of the scan has on a grid: of one segment or of several, in turn."""
 
 
 class WorkspaceShape(NamedTuple):
@@ -120,6 +124,9 @@ class WorkspaceShape(NamedTuple):
     channel: bool
     raw: bool
     segments: int
+    """Of each sequence; with whole_segments 1."""
+    whole_segments: int
+    """Of all sequences on a grid, at most; 0: no grid."""
     has_windows: bool
     """Whether segments may start from zeros, some chunks early."""
     ranked: bool
@@ -131,6 +138,8 @@ class WorkspaceShape(NamedTuple):
 
     @property
     def head_segments(self) -> int:
+        if self.whole_segments:
+            return self.HV * self.whole_segments
         return self.N * self.HV * self.segments if self.segments > 1 or self.summary else 0
 
 
@@ -178,7 +187,8 @@ WORKSPACE = (
         "rank, prepare_raw",
         "prepare_raw, fused, scan_raw, overlapped",
     ),
-    # Of each segment and head: M and B; initial states, then a flag a segment.
+    # Of each segment and head: M and B; initial states, then a flag a segment. On a grid: states at
+    # the segments' ends, copies of calls' initial states, flags.
     Region(
         "segment_transitions",
         lambda w: w.head_segments * 2 * STATE_BYTES,
@@ -187,7 +197,7 @@ WORKSPACE = (
     ),
     Region(
         "segment_states",
-        lambda w: w.head_segments * (STATE_BYTES + 4),
+        lambda w: w.head_segments * ((1 + (w.whole_segments > 0)) * STATE_BYTES + 4),
         "transitions, state_passing",
         "scan",
     ),

@@ -185,15 +185,15 @@ def first_step(size):
 
 
 @cute.jit
-def find_sequence(args, slot, lane):
-    """A warp: the last sequence that starts at a chunk slot or before, by 32-ary search."""
+def find_sequence(args, slot, lane, first_slot=first_chunk_slot):
+    """A warp: the last sequence that starts at a slot, of chunks, or before, by 32-ary search."""
     size = args.size
     first, step = Int32(0), first_step(size)
     while step > 0:
         n = first + lane * step
         at = args.ptr.cu_seqlens + offset(cutlass.min(n, size.N), args.stride.cu_seqlens_n)
         start = ptx.load_index(at, size.cu_seqlens_kind, Int32(0))
-        starts_before = (n < size.N) & (first_chunk_slot(args, n, start) <= slot)
+        starts_before = (n < size.N) & (first_slot(args, n, start) <= slot)
         first += (cute.arch.popc(cute.arch.vote_ballot_sync(starts_before)) - 1) * step
         step = step // 32
     return first

@@ -20,6 +20,7 @@ from ..device.hopper import WARPGROUP
 from .arguments import CHUNK
 from .kernel import PrefillKernel
 from .layout import D, init_shared
+from .mainloop import grid
 from .mainloop.fp32 import MainloopFp32
 from .mainloop.load_store import LoadStoreWarps, has_values
 from .mainloop.pipeline import LOAD_THREADS, make_stages
@@ -43,7 +44,8 @@ class PrefillScan(PrefillKernel):
     """windows: whether segments may start from zeros, a window of chunks early, where gates forget;
     else from the state that state passing leaves. checkpoints: whether it stores states between
     chunks, where a call asks for them. deterministic: whether a chunk's bits follow from its state
-    and tokens alone: docs/kernels/prefill.md, "What bits depend on".
+    and tokens alone: docs/kernels/prefill.md, "What bits depend on". grid: whether segments lie on
+    a grid; a CTA may have several, and loads the state in front of each.
     """
 
     def __init__(
@@ -57,7 +59,9 @@ class PrefillScan(PrefillKernel):
         checkpoints: bool,
         deterministic: bool = False,
         stages: int = 3,
+        grid: bool = False,
     ):
+        self.on_grid = grid
         self.windows, self.checkpoints, self.v_tiles = windows, checkpoints, V // ROWS
         self.state_bytes = V * K * DTYPES[state_dtype].width // 8
         channel, self.threads = axis == "channel", 2 * WARPGROUP
@@ -73,10 +77,12 @@ class PrefillScan(PrefillKernel):
             DTYPES[state_dtype],
             deterministic=deterministic,
             checkpoints=checkpoints,
+            on_grid=grid,
         )
 
     def ctas(self, args):
-        return self.v_tiles * args.size.HV * args.size.N * args.size.segments
+        sequences = 1 if self.on_grid else args.size.N
+        return self.v_tiles * args.size.HV * sequences * args.size.segments
 
     @cute.kernel
     def kernel(self, args: NamedTuple):
@@ -92,8 +98,13 @@ class PrefillScan(PrefillKernel):
         hinted = not self.checkpoints
         group = hopper.warp_uniform(group + 1) - 1 if hinted else group
         cta = hopper.warp_uniform(cta) if self.windows else cta
-        work = work_of(args, cta, self.v_tiles)
-        coord = scan_coord(args, work, ROWS, shared, thread % WARPGROUP, group)
+        if cutlass.const_expr(self.on_grid):
+            lane = thread % hopper.WARP
+            work = grid.work_of(args, cta, self.v_tiles, lane, grid.first_slot)
+        else:
+            work = work_of(args, cta, self.v_tiles)
+        chunks = args.size.scan_chunks if self.on_grid else None
+        coord = scan_coord(args, work, ROWS, shared, thread % WARPGROUP, group, chunks)
         if cutlass.const_expr(self.windows):
             self.prefetch(args, coord)
             hopper.wait_for_previous_kernel()
@@ -127,10 +138,24 @@ class PrefillScan(PrefillKernel):
         In a pool the last segment overwrites the initial state: transitions has kept a copy.
         """
         work, rows = coord.work, state_coord(coord.v_row, coord.thread)
-        if (args.size.segments > 1) & ((work.segment > 0) | in_place(args)):
+        if cutlass.const_expr(self.on_grid):
+            self.load_state_on_grid(args, coord, rows, state)
+        elif (args.size.segments > 1) & ((work.segment > 0) | in_place(args)):
             hopper.wait_for_previous_kernel()
             at = segment_state_at(args, work)
             load_rows(at, Float32, D, rows, Int32(coord.first_chunk == coord.first_stored), state)
         else:
             self.mainloop.states.load_initial(args, work, rows, state)
         hopper.wait_for_previous_kernel()
+
+    @cute.jit
+    def load_state_on_grid(self, args, coord, rows, state):
+        work = coord.work
+        copied = in_place(args) & (grid.whole_segments(args, work) > 0)
+        if (work.segment > 0) | copied:
+            hopper.wait_for_previous_kernel()
+            at = grid.state_at(args, work, coord.first_chunk)
+            has_chunks = coord.first_chunk < coord.end_chunk
+            load_rows(at, Float32, D, rows, Int32(has_chunks), state)
+        else:
+            self.mainloop.states.load_initial(args, work, rows, state)

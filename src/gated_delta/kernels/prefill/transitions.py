@@ -7,6 +7,9 @@ and 1 load. Without wgmma it has 64 rows. There are no outputs.
 
 Nothing is to do where the next segment has a window, which the scan starts from zeros, and behind
 the last segment. Behind a segment with a window, B alone is the next one's initial state.
+
+On a grid B always comes from zeros. Where a segment's last chunks forget everything, B of these
+alone is the state behind it, and so is B of a sequence's first segment without an initial state.
 docs/math.md, "Segments".
 
 summary: M and B of all segments, for M and B of the whole sequence. Where gates forget over a
@@ -23,14 +26,16 @@ from cutlass.cutlass_dsl import select_
 
 from ..device import hopper, levels, ptx
 from ..device.args import DTYPES
-from ..device.hopper import WARPGROUP
+from ..device.hopper import WARP, WARPGROUP
 from .arguments import STATE_BYTES
 from .kernel import PrefillKernel
 from .layout import D, head_number, init_shared, segment_flag_at, segment_number
+from .mainloop import grid
 from .mainloop.fp32 import MainloopFp32
 from .mainloop.load_store import LoadStoreWarps
 from .mainloop.pipeline import LOAD_THREADS, ChunkStages
 from .mainloop.segments import (
+    add_grid_window,
     add_window,
     has_window,
     in_place,
@@ -54,7 +59,8 @@ LOAD_REGISTERS, MMA_REGISTERS = 40, 232
 
 
 class PrefillTransitions(PrefillKernel):
-    checkpoints = False
+    """grid: whether segments lie on a grid. A chunk's bits then follow from its state and tokens
+    alone."""
 
     def __init__(
         self,
@@ -64,10 +70,12 @@ class PrefillTransitions(PrefillKernel):
         dtype: str,
         state_dtype: str,
         stages: int = 3,
+        grid: bool = False,
         summary: bool = False,
         resumed: bool = False,
     ):
         self.summary, self.resumed = summary, resumed
+        self.on_grid = self.checkpoints = grid
         # mma.sync has no registers for a second MMA warpgroup.
         self.rows = V if levels.current().wgmma else WARPGROUP_ROWS
         self.mma_groups, self.b_tiles = self.rows // WARPGROUP_ROWS, V // self.rows
@@ -75,13 +83,16 @@ class PrefillTransitions(PrefillKernel):
         self.has_windows = K == V == D
         channel, one_group = axis == "channel", self.mma_groups == 1
         smem = hopper.SharedMemory()
-        self.stages = ChunkStages(smem, channel, self.rows, stages, stores=0)
+        self.stages = ChunkStages(smem, channel, self.rows, stages, 0, deterministic=grid)
         self.shared, self.threads = smem.size, WARPGROUP * (1 + self.mma_groups)
         prefetch = one_group and not channel
         self.copies = LoadStoreWarps(self.stages, DTYPES[dtype], self.b_tiles, prefetch)
-        self.mainloop = MainloopFp32(self.stages, K, DTYPES[dtype], DTYPES[state_dtype])
+        types = DTYPES[dtype], DTYPES[state_dtype]
+        self.mainloop = MainloopFp32(self.stages, K, *types, deterministic=grid)
 
     def ctas(self, args):
+        if self.on_grid:
+            return self.row_tiles * args.size.HV * args.size.whole_segments
         return self.row_tiles * args.size.HV * args.size.N * args.size.segments
 
     @cute.kernel
@@ -91,7 +102,36 @@ class PrefillTransitions(PrefillKernel):
         shared = init_shared(stages.rings, stages.tinv, stages.count, thread, self.threads)
         if args.ptr.sequence_order != 0:
             hopper.wait_for_previous_kernel()
-        work, group = work_of(args, cta, self.row_tiles), thread // WARPGROUP - 1
+        group = thread // WARPGROUP - 1
+        if cutlass.const_expr(self.on_grid):
+            self.run_on_grid(args, cta, shared, thread, group)
+        else:
+            self.run(args, cta, shared, thread, group)
+
+    @cute.jit
+    def run_on_grid(self, args, cta, shared, thread, group):
+        work = grid.work_of(args, cta, self.row_tiles, thread % WARP, grid.first_whole)
+        chunks = args.size.grid_chunks
+        coord = scan_coord(args, work, self.rows, shared, thread % WARPGROUP, group, chunks)
+        cute.arch.sync_threads()
+        hopper.wait_for_previous_kernel()
+        whole = work.segment < grid.whole_segments(args, work)
+        if whole & grid.is_needed(args, work, coord.end_chunk):
+            if (work.segment == 0) & self.is_b(work) & (group >= 0):
+                self.copy_initial_state(args, coord)
+            resumed = self.mainloop.states.is_resumed(args, work) != 0
+            begins_in_zeros = (work.segment == 0) & (not resumed)
+            forgets = False
+            if cutlass.const_expr(self.has_windows):
+                forgets, coord = add_grid_window(args, coord)
+            known = forgets | begins_in_zeros
+            self.store_flag(args, coord, known, thread)
+            if self.is_b(work) | (not known):
+                self.scan(args, self.rows_of_m_or_b(coord), thread, known)
+
+    @cute.jit
+    def run(self, args, cta, shared, thread, group):
+        work = work_of(args, cta, self.row_tiles)
         coord = scan_coord(args, work, self.rows, shared, thread % WARPGROUP, group)
         cute.arch.sync_threads()
         hopper.wait_for_previous_kernel()
@@ -133,8 +173,11 @@ class PrefillTransitions(PrefillKernel):
     def store_flag(self, args, coord, next_known, thread):
         """Store whether the next state is known or not needed: no transition is passed then."""
         first = (coord.work.row_tile == 0) & (thread == 0)
-        head = head_number(args, coord.work.sequence.n, ptx.opaque(coord.work.hv))
-        flag_at = segment_flag_at(args, segment_number(args, head, coord.work.segment))
+        if self.on_grid:
+            flag_at = grid.flag_at(args, segment_of(args, coord.work))
+        else:
+            head = head_number(args, coord.work.sequence.n, ptx.opaque(coord.work.hv))
+            flag_at = segment_flag_at(args, segment_number(args, head, coord.work.segment))
         ptx.store_words(flag_at, [Uint32(Int32(next_known))], first)
 
     def rows_of_m_or_b(self, coord):
@@ -145,12 +188,12 @@ class PrefillTransitions(PrefillKernel):
         return coord._replace(v_row=tile * self.rows + cutlass.max(coord.group, 0) * WARPGROUP_ROWS)
 
     @cute.jit
-    def scan(self, args, coord, thread):
-        """Run the thread's warp role."""
+    def scan(self, args, coord, thread, known=None):
+        """Run the thread's warp role. known: on a grid, whether B is the state behind it."""
         if coord.group >= 0:
             if cutlass.const_expr(self.mma_groups > 1):
                 cute.arch.setmaxregister_increase(MMA_REGISTERS)
-            self.mma(args, coord)
+            self.mma(args, coord, known)
         else:
             if cutlass.const_expr(self.mma_groups > 1):
                 cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
@@ -165,10 +208,12 @@ class PrefillTransitions(PrefillKernel):
         rows = state_coord(coord.v_row, coord.thread)
         self.mainloop.states.load_initial(args, coord.work, rows, state)
         at = segment_state_at(args, coord.work)
+        if cutlass.const_expr(self.on_grid):
+            at = grid.initial_state_at(args, segment_of(args, coord.work))
         store_rows(at, Float32, D, rows, True, state, Float32(1))
 
     @cute.jit
-    def mma(self, args, coord):
+    def mma(self, args, coord, known=None):
         """Compute, with an MMA warpgroup, 64 rows of M or B."""
         frag = self.mainloop.products.make_fragments(coord)
         self.load_state(args, coord, frag.state)
@@ -177,28 +222,37 @@ class PrefillTransitions(PrefillKernel):
         work = coord.work
         transition = args.ptr.segment_transitions + segment_of(args, work) * (2 * STATE_BYTES)
         transition += Int64(select_(self.is_m(work), Int64(STATE_BYTES), Int64(0)))
+        next_state = segment_state_at(args, work) + (0 if self.on_grid else STATE_BYTES)
         at = transition
         if cutlass.const_expr(not self.summary):
-            next_state = segment_state_at(args, work) + STATE_BYTES
-            at = Int64(select_(starts_known(coord), next_state, transition))
+            known = starts_known(coord) if known is None else known
+            at = Int64(select_(known, next_state, transition))
         rows, unscale = state_coord(coord.v_row, coord.thread), inverse_power_of_2(state_scale)
         store_rows(at, Float32, D, rows, True, frag.state, unscale)
 
     @cute.jit
     def load_state(self, args, coord, state):
-        """Zeros, an identity, or in front of the first segment the sequence's initial state."""
+        """Zeros, an identity, or off the grid in front of the first segment the initial state."""
         rows = state_coord(coord.v_row, coord.thread)
-        is_first = coord.work.segment == 0
-        if cutlass.const_expr(self.summary):  # else the whole sequence is a window
-            is_first = is_first & (coord.first_chunk == 0)
-        if is_first & self.is_b(coord.work):
+        if cutlass.const_expr(self.on_grid):
+            self.set_diagonal(coord.work, rows, state)
+        elif self.is_first(coord) & self.is_b(coord.work):
             self.mainloop.states.load_initial(args, coord.work, rows, state)
         else:
-            diagonal = ptx.select(self.is_m(coord.work), Float32(1), Float32(0))
-            for j in cutlass.range_constexpr(D // 8):
-                for i in cutlass.range_constexpr(4):
-                    on_diagonal = rows.row + i // 2 * 8 == rows.column + 8 * j + i % 2
-                    state[4 * j + i] = ptx.select(on_diagonal, diagonal, Float32(0))
+            self.set_diagonal(coord.work, rows, state)
+
+    def is_first(self, coord):
+        """Whether the scan starts at the sequence's first chunk; a summary's may in a window."""
+        is_first = coord.work.segment == 0
+        return is_first & (coord.first_chunk == 0) if self.summary else is_first
+
+    def set_diagonal(self, work, rows, state):
+        """Set B's zeros or M's identity."""
+        diagonal = ptx.select(self.is_m(work), Float32(1), Float32(0))
+        for j in range(D // 8):
+            for i in range(4):
+                on_diagonal = rows.row + i // 2 * 8 == rows.column + 8 * j + i % 2
+                state[4 * j + i] = ptx.select(on_diagonal, diagonal, Float32(0))
 
     def is_b(self, work):
         return work.row_tile < self.b_tiles

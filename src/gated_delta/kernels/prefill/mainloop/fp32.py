@@ -14,7 +14,7 @@ from ...device import levels, ptx
 from ...device.hopper import WARP
 from .. import layout
 from ..arguments import CHUNK, SCALE_BYTES
-from . import state
+from . import grid, state
 from .mma import MmaSync, Wgmma
 from .segments import is_last
 
@@ -30,7 +30,8 @@ class MainloopFp32:
 
     deterministic: whether a chunk's bits follow from its state and tokens alone. checkpoints:
     whether states are stored between chunks. recomputes: compute addresses of the final state anew,
-    which spares registers.
+    which spares registers. on_grid: whether the state behind a segment of the grid comes from the
+    workspace.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class MainloopFp32:
         deterministic=False,
         checkpoints=False,
         recomputes=False,
+        on_grid=False,
     ):
         self.stages, self.channel, self.dtype = stages, stages.channel, dtype
         self.products = (Wgmma if levels.current().wgmma else MmaSync)(stages)
@@ -50,7 +52,7 @@ class MainloopFp32:
         self.states = state.States(state_dtype, K)
         self.has_outputs, self.deterministic = stages.has_outputs, deterministic
         self.checkpoints = checkpoints
-        self.recomputes = recomputes
+        self.recomputes, self.on_grid = recomputes, on_grid
 
     @cute.jit
     def scan(self, args, coord, windows=False, load_state=None):
@@ -124,6 +126,8 @@ class MainloopFp32:
         if cutlass.const_expr(not self.epilogue_first):  # otherwise epilogue has waited
             self.products.wait(1 if self.has_outputs else 0)
         if cutlass.const_expr(self.deterministic):
+            if cutlass.const_expr(self.on_grid):
+                state_scale = self.enter_segment(args, coord, frag, next_pipe.chunk, state_scale)
             # Before a new scale: where fp32 cannot hold all digits, it would show in a checkpoint.
             checkpoint = self.store_if_due(args, coord, frag, next_pipe, state_scale, checkpoint)
             if next_pipe.chunk < coord.end_chunk:
@@ -137,6 +141,20 @@ class MainloopFp32:
         if cutlass.const_expr(not self.deterministic):
             checkpoint = self.store_if_due(args, coord, frag, next_pipe, state_scale, checkpoint)
         return state_scale, next_pipe, checkpoint
+
+    @cute.jit
+    def enter_segment(self, args, coord, frag, chunk, state_scale):
+        """Load the state in front of a chunk where a segment of the grid ends. Returns its scale.
+
+        Behind the CTA's last chunk only if the sequence ends, with a whole segment.
+        """
+        ends = chunk * CHUNK == coord.work.sequence.tokens
+        needed = (chunk < coord.end_chunk) | (ends & grid.is_needed(args, coord.work, chunk))
+        if (chunk % args.size.grid_chunks == 0) & needed:
+            at, rows = grid.state_at(args, coord.work, chunk), self.rows(coord)
+            state.load_rows(at, Float32, layout.D, rows, True, frag.state)
+            state_scale = Float32(1)
+        return state_scale
 
     @cute.jit
     def wait_for_absmax(self, coord, pipe):
@@ -184,10 +202,13 @@ class MainloopFp32:
         return checkpoint
 
     def store_target(self, args, coord):
+        rows = self.rows(coord)
+        return state.StoreTarget(coord.work, rows, coord.end_chunk, is_last(args, coord.work))
+
+    def rows(self, coord):
         # mma.sync leaves no registers for addresses: opaque, so that they are computed here.
         thread = coord.thread if self.products.asynchronous else ptx.opaque(coord.thread)
-        rows = state.state_coord(coord.v_row, thread)
-        return state.StoreTarget(coord.work, rows, coord.end_chunk, is_last(args, coord.work))
+        return state.state_coord(coord.v_row, thread)
 
     def store_checkpoints(self, args, coord, frag, state_scale, chunk):
         target = self.store_target(args, coord)

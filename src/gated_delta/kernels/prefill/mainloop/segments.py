@@ -15,6 +15,7 @@ from cutlass.cutlass_dsl import select_
 from ...device import ptx
 from ...device.hopper import WARP
 from ..layout import head_chunk, num_chunks
+from . import grid
 from .state import WARPGROUP_ROWS
 from .tile_scheduler import Work
 
@@ -44,9 +45,12 @@ def segment_chunks(args, sequence):
     return (num_chunks(sequence.tokens) + args.size.segments - 1) // args.size.segments
 
 
-def scan_coord(args, work, rows, shared, thread, group):
-    """The coord of a work tile's segment, without a window. rows: V rows of the CTA."""
-    chunks, per_segment = num_chunks(work.sequence.tokens), segment_chunks(args, work.sequence)
+def scan_coord(args, work, rows, shared, thread, group, per_segment=None):
+    """The coord of a work tile's segment, without a window. rows: V rows of the CTA. per_segment:
+    its chunks on a grid."""
+    chunks = num_chunks(work.sequence.tokens)
+    if per_segment is None:
+        per_segment = segment_chunks(args, work.sequence)
     first = cutlass.min(work.segment * per_segment, chunks)
     end = cutlass.min(first + per_segment, chunks)
     v_row = work.row_tile * rows + cutlass.max(group, 0) * WARPGROUP_ROWS
@@ -59,6 +63,15 @@ def add_window(args, coord):
     return coord._replace(first_chunk=coord.first_chunk - window_chunks(args, coord))
 
 
+def add_grid_window(args, coord):
+    """The coord of a whole segment from the window in front of its end on, if there is one."""
+    most = cutlass.min(args.size.grid_chunks, MAX_WINDOW)
+    work, lane = coord.work, coord.thread % WARP
+    window = chunks_that_forget(args, work.sequence, work.hv, lane, coord.end_chunk, most)
+    first = Int32(select_(window > 0, coord.end_chunk - window, coord.first_chunk))
+    return window > 0, coord._replace(first_chunk=first)
+
+
 def has_window(coord):
     return coord.first_chunk < coord.first_stored
 
@@ -68,28 +81,27 @@ def window_chunks(args, coord):
 
     A warp, whose lanes have a chunk each. The first segment has no window, nor one without chunks.
     """
-    work, lane = coord.work, coord.thread % WARP
+    work = coord.work
     can_start = (work.segment > 0) & (work.segment < args.size.segments)
     can_start = can_start & (coord.first_chunk < coord.end_chunk)
     most = cutlass.min(cutlass.max(segment_chunks(args, work.sequence), SHORT_WINDOW), MAX_WINDOW)
     most = Int32(select_(can_start, cutlass.min(most, coord.first_chunk), 0))
-    slot = work.sequence.first_slot + coord.first_chunk - 1
-    return forgetting_chunks(args, slot, work.hv, lane, most)
+    lane = coord.thread % WARP
+    return chunks_that_forget(args, work.sequence, work.hv, lane, coord.first_chunk, most)
 
 
 def last_window_chunks(args, sequence, hv, lane):
     """The same at a sequence's end, for a summary."""
     chunks = num_chunks(sequence.tokens)
-    slot, most = sequence.first_slot + chunks - 1, cutlass.min(chunks, MAX_WINDOW)
-    return forgetting_chunks(args, slot, hv, lane, most)
+    most = cutlass.min(chunks, MAX_WINDOW)
+    return chunks_that_forget(args, sequence, hv, lane, chunks, most)
 
 
-def forgetting_chunks(args, slot, hv, lane, most):
-    """How many of the chunks up to a slot's, at most `most`, have an M of 0; 0: no number of them.
-
-    A warp, whose lanes have a chunk each, the last one first.
-    """
-    at = args.ptr.transition_norms + head_chunk(args, slot - lane, hv) * 4
+def chunks_that_forget(args, sequence, hv, lane, end, most):
+    """The fewest chunks in front of chunk `end`, at most so many, over which M is 0; 0: none."""
+    # The last chunk before the segment first.
+    slot = sequence.first_slot + end - 1 - lane
+    at = args.ptr.transition_norms + head_chunk(args, slot, hv) * 4
     norm = ptx.select(lane < most, ptx.load(Float32, at, lane < most), Float32(1))
     for step in (1, 2, 4, 8, 16):
         nearer = shuffle_sync_up(norm, offset=step, mask_and_clamp=0)
@@ -99,6 +111,8 @@ def forgetting_chunks(args, slot, hv, lane, most):
 
 
 def is_last(args, work):
+    if work.first_whole is not None:
+        return grid.is_last(args, work)
     return work.segment == args.size.segments - 1
 
 

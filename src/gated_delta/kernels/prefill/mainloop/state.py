@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float16, Float32, Int32, Uint32
+from cutlass import Boolean, Float16, Float32, Int32, Int64, Uint32
 from cutlass.cutlass_dsl import select_
 
 from ...device import hopper, ptx
@@ -187,10 +187,13 @@ def store_rows(at, dtype, columns, coord, condition, state, unscale):
 
 def segment_of(args, work):
     """Number of a work tile's segment among those of all heads."""
+    if work.first_whole is not None:
+        return Int64(work.first_whole + work.segment) * Int64(args.size.HV) + Int64(work.hv)
     return segment_number(args, head_number(args, work.sequence.n, work.hv), work.segment)
 
 
 def segment_state_at(args, work):
+    """Address of the state in front of a segment; on a grid of the one behind it."""
     return args.ptr.segment_states + segment_of(args, work) * STATE_BYTES
 
 
@@ -224,12 +227,16 @@ class States:
     def __init__(self, dtype, K=D):
         self.dtype, self.K = dtype, K
 
-    def load_initial(self, args, work, rows, state):
-        """Load the initial state, or zeros if there is none. rows: a lane's StateCoord."""
+    def is_resumed(self, args, work):
+        """Whether there is an initial state."""
         ptr = args.ptr
         flag_at = ptr.has_initial_state + offset(work.sequence.n, args.stride.has_initial_state_n)
         resumed = ptx.load_flag(flag_at, ptr.has_initial_state != 0)
-        resumed = resumed & Int32(ptr.initial_state != 0) & Int32(work.state_index >= 0)
+        return resumed & Int32(ptr.initial_state != 0) & Int32(work.state_index >= 0)
+
+    def load_initial(self, args, work, rows, state):
+        """Load the initial state, or zeros if there is none. rows: a lane's StateCoord."""
+        resumed = self.is_resumed(args, work)
         at = initial_state_at(args, work.state_index, work.hv)
         load_rows(at, self.dtype, self.K, rows, resumed, state)
 

@@ -31,6 +31,8 @@ class Work(NamedTuple):
     segment: Int32
     iterations_before: Int32
     """Chunks of the CTA's earlier work tiles: the pipeline goes on from there."""
+    first_whole: Int32 | None = None
+    """On a grid: the number of the sequence's first whole segment among those of all sequences."""
 
 
 def work_of(args, number, row_tiles=1):
@@ -41,9 +43,13 @@ def work_of(args, number, row_tiles=1):
     segment, rank = rest % size.segments, rest // size.segments
     n = ptx.load_index(ptr.sequence_order + offset(rank, 4), Int32(ptr.sequence_order != 0), rank)
     sequence = layout.load_sequence(args, n)
+    return Work(sequence, load_slot(args, n), hv, row_tile, segment, Int32(0))
+
+
+def load_slot(args, n):
+    """Work.state_index of a sequence."""
     slot = layout.load_state_index(args, n)
-    state_index = Int32(select_(slot > size.null_index, slot, Int32(-1)))
-    return Work(sequence, state_index, hv, row_tile, segment, Int32(0))
+    return Int32(select_(slot > args.size.null_index, slot, Int32(-1)))
 
 
 def active_tokens(work):
@@ -118,7 +124,7 @@ class TileScheduler:
         self.ring.producer_acquire(shared, stage, phase)
         at = shared + self.work + stage * WORK_BYTES
         if number < size.HV * size.N:
-            (n, start, tokens, _), state_index, hv, _, _, _ = work_of(args, number)
+            (n, start, tokens, _), state_index, hv, *_ = work_of(args, number)
             ptx.store_shared_x4(at, [Uint32(x) for x in (n, start, tokens, state_index)])
             ptx.store_shared(at + 16, Uint32(hv))
             ptx.store_shared(at + 20, Uint32(iterations_before))
