@@ -142,7 +142,7 @@ def prefill(
     cuts must lie at multiples of 64 tokens of a sequence (an int: of that many). Not with zigzag.
 
     Returns (o of the rank's tokens, final_state). Errors as for `gated_delta.prefill`. A failure
-    before the exchange writes nothing. On CPUs, and with GATED_DELTA_CHECK=1, ranks first agree
+    before the exchange writes nothing. With gloo, and with GATED_DELTA_CHECK=1, ranks first agree
     that none has failed, or a RuntimeError on all others names it, and that they pass the same cuts
     and options. Otherwise they wait until the group's timeout.
     """
