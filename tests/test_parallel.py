@@ -176,6 +176,18 @@ def a_relay_has_the_bits_of_one_call(axis, name, deterministic):
     assert torch.equal(sum(everyone(final)), states)
 
 
+def states_are_fp32_whatever_the_default_is():
+    """Engines set the model's dtype as the process's default."""
+    tokens, _ = batch("head", "slow", (300,))
+    own, whole = shard(tokens, cuts := even(300, dist.get_world_size())), gd.prefill(**tokens)[0]
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        o, _ = parallel.prefill(**own, cuts=cuts)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(in_order(o, cuts), whole, rtol=1e-4, atol=1e-5)
+
+
 def nan_of_a_sequence_reaches_no_other():
     tokens, _ = batch("head", "slow", (100, 200))
     tokens["v"][0, 50] = torch.nan
@@ -283,6 +295,7 @@ CASES |= {
     f.__name__: (f, ())
     for f in (
         nan_of_a_sequence_reaches_no_other,
+        states_are_fp32_whatever_the_default_is,
         the_example_agrees,
         a_failing_rank_is_named_and_nothing_is_written,
         bad_arguments_are_refused,

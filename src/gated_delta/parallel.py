@@ -256,6 +256,9 @@ class Shard:
     def index(self, numbers: Iterable[int]) -> Tensor:
         return _index(tuple(numbers), self.device)
 
+    def zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.float32, device=self.device)
+
     def describe(self, out: Tensor | None) -> None:
         """Check the arguments as `gated_delta.prefill` would, but for the values."""
         layout, rank, q = self.layout, self.rank, self.tokens["q"]
@@ -284,7 +287,7 @@ class Shard:
 
     def initial_states(self) -> Tensor:
         """[parts, HV, V, K] in fp32: of sequences that begin here, otherwise zeros."""
-        states = torch.zeros(len(self.parts), *self.head_shape, device=self.device)
+        states = self.zeros(len(self.parts), *self.head_shape)
         begin = [p for p, part in enumerate(self.parts) if part.begins]
         pool, initial = self.given["state"], self.given["initial_state"]
         if not begin or (pool is None and initial is None):
@@ -373,7 +376,7 @@ class Shard:
         if self.resumable is not None:
             return self.with_initial(self.resumable.summary)
         HV, V, K = self.head_shape
-        summaries = torch.zeros(len(self.fragments), HV, V + K, K, device=self.device)
+        summaries = self.zeros(len(self.fragments), HV, V + K, K)
         for i, (first, last) in enumerate(zip(self.firsts, self.lasts, strict=True)):
             if first < last and not self.parts[last - 1].ends:
                 summaries[i] = self.summary(last - 1)

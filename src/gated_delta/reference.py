@@ -814,7 +814,7 @@ def summarise(
         if initial_state is not None:
             initial.copy_(initial_state[rows])
         tokens, states = with_identity(flatten(tokens), initial, torch.float32)
-        o = torch.empty(tokens.v.shape, device=out.device)
+        o = torch.empty_like(tokens.v, dtype=torch.float32)
         out[rows] = chunked(tokens, starts, lengths, states, o)
 
 
