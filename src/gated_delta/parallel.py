@@ -454,11 +454,14 @@ class Shard:
 
     def store_final(self) -> Tensor | None:
         """Store final states of the sequences that end here, in the pool or a new tensor."""
+        returned = self.given["output_final_state"]
+        if self.slots is None and not returned:
+            return None
         ended = self.index(p for p, part in enumerate(self.parts) if part.ends)
         sequences, states = self.sequences[ended], self.states[ended]
         if self.slots is not None and self.active is not None:
             _store(self.given["state"], (self.slots[ended],), self.active[ended], states)
-        if not self.given["output_final_state"]:
+        if not returned:
             return None
         initial, N = self.given["initial_state"], len(self.layout.ends) - 1
         dtype = torch.float32 if initial is None else initial.dtype
