@@ -467,3 +467,15 @@ def test_a_traced_advance_clamps_tokens():
         assert traced(lens, torch.tensor([1, 0, 1, 1])).tolist() == [1, 2, 1, 0]
     with pytest.raises(Exception, match=r"lens: expected shape \[N\]"):
         compiled(torch.tensor([[1], [2]]), 1)
+
+
+@pytest.mark.parametrize("value", [False, True, 64])
+def test_a_flag_or_an_int_reaches_the_operation_as_it_is(value, monkeypatch):
+    """A bool in the schema would be True for 64, an int 1 for True."""
+    seen, run = [], api.run
+    monkeypatch.setattr(
+        api, "run", lambda op, *rest: seen.append(op.arguments(*rest)) or run(op, *rest)
+    )
+    one = tokens()
+    torch.compile(lambda: gd.prefill(**one, deterministic=value), backend="eager", fullgraph=True)()
+    assert [(type(a.deterministic), a.deterministic) for a in seen] == [(type(value), value)]
