@@ -243,6 +243,7 @@ BAD = (
     (dict(checkpoint_lens=torch.tensor([[32]]), checkpoints=torch.ones(1, 1, HV, V, K)),
      ValueError, "checkpoint_lens: expected multiples of 64"),
     (dict(deterministic=True), ValueError, "cuts: expected multiples of 64 .* with determ"),
+    (dict(deterministic=128), ValueError, "cuts: expected multiples of 128 .* with determ"),
 )  # fmt: skip
 
 
@@ -289,6 +290,7 @@ CASES |= {
         ("head", "packed", True),
         ("channel", "one", True),
         ("head", "one", 64),
+        ("channel", "packed", 64),
     )
 }
 CASES |= {
