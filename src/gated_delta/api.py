@@ -337,9 +337,9 @@ def summarise(
     (fp32, bf16 or fp16; zeros when None): B is the final state from it. M does not depend on it.
 
     Returns [S, HV, V + K, K] in fp32: B in the first V rows of a head, M in the other K. A sequence
-    without tokens has its initial state and an identity. Where a head's gates forget, M may be zeros
-    if its norm is below 2**-120. Errors as for prefill; an index past the last sequence is an
-    IndexError on the reference backend. docs/math.md, "Segments".
+    without tokens has its initial state and an identity. Where a head's gates forget, M may be
+    zeros if its norm is below 2**-120. Errors as for prefill; an index past the last sequence is an
+    IndexError on the reference backend. docs/math.md, "Summaries".
     """
     kind, A_log, dt_bias, bound = _gate(gate)
     return _runner(k)(
