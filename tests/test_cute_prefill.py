@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import gated_delta as gd
+from gated_delta import parallel
 from gated_delta.ops import PREFILL
 from gated_delta.problem import Tokens
 from gated_delta.reference import recurrent
@@ -742,6 +743,52 @@ def test_segments_under_every_gate(path, axis):
     call = tokens(2, 1500, axis=axis, gate="log")
     for values in ((-300.0, -1e-3, -1e-3), (0.0,), (-1e4,), (0.0, -1e-3, -1.0)):
         check({**call, "g": cycle(values, call["g"])}, initial_state=pool(2, torch.float32))
+
+
+@pytest.mark.parametrize("gates", ["raw", "slow", "wiped", "none"])
+@pytest.mark.parametrize(("K", "V"), [(128, 128), (64, 64), (64, 128)])
+def test_summaries_of_sequences(K, V, axis, gates):
+    """Of few and of many chunks, one without tokens; named in another order, one not at all."""
+    call = tokens(4, 3000, axis=axis, K=K, V=V, gate="softplus" if gates == "raw" else "log")
+    if gates != "raw":
+        values = dict(slow=(-1e-3,), wiped=(-300.0, -1e-3, -1e-3), none=(0.0,))[gates]
+        call |= dict(g=cycle(values, call["g"]))
+    call = packed(call, [3000, 0, 40, 700])
+    del call["q"]
+    initial = torch.randn(3, call["v"].shape[2], V, K, device="cuda")
+    call |= dict(sequences=torch.tensor([3, -1, 0], device="cuda"), initial_state=initial)
+    in_fp32 = {name: x.float() if name in PER_TOKEN else x for name, x in call.items()}
+    want = gd.summarise(**in_fp32, backend="reference")
+    x = gd.summarise(**call, backend="cute")
+    assert not x[1].any()
+    for part_of_x, part_of_want in zip(x.split((V, K), 2), want.split((V, K), 2), strict=True):
+        for row in (0, 2):
+            size = part_of_want[row].norm() + 1e-6
+            assert (part_of_x[row] - part_of_want[row]).norm() <= 3e-3 * size
+
+
+@pytest.mark.parametrize("cut", [1500, 1111, 64])
+def test_a_prefill_resumes_behind_its_summary(cut, axis):
+    """Two ranks' parts of one sequence, one after the other, from a state in a pool."""
+    call, state = tokens(1, 3000, axis=axis), pool(1, torch.float32)
+    if axis == "channel":
+        call = slow_gates(call)
+    want_o, want = exact(call, state=state.clone())
+    layout = parallel.Layout((0, cut, 3000), (0, 3000), 2)
+    absent = ("initial_state", "state_indices", "has_initial_state", "checkpoint_lens")
+    states = dict.fromkeys((*absent, "checkpoint_indices", "checkpoints"))
+    states |= dict(output_final_state=False, deterministic=False, null_index=-1, state=state)
+    summaries, outputs = [], []
+    for rank, rows in enumerate((slice(0, cut), slice(cut, 3000))):
+        shard = {name: x[:, rows] if name in PER_TOKEN else x for name, x in call.items()}
+        defaults = dict(scale=None, qk_l2norm=True, beta_logits=True, allow_neg_eigval=False)
+        one = parallel.Shard(layout, rank, defaults | shard | dict(backend="cute"), states, None)
+        summaries.append(one.summaries()[0])
+        assert one.resumable is not None
+        one.enter(summaries.__getitem__)
+        outputs.append(one.run()[0])
+    assert relative_error(torch.cat(outputs, 1), want_o) <= 4e-3
+    assert relative_error(state, want) <= 3e-3
 
 
 CUTS = {4: 5, 7: 3}

@@ -38,6 +38,7 @@ def test_import_loads_no_heavy_package():
     heavy = {"cutlass", "tvm_ffi", "triton", "transformers", "matplotlib", "typer", "rich"}
     assert not heavy & {name.partition(".")[0] for name in new}
     assert "gated_delta.api" in new
+    assert "gated_delta.parallel" not in new  # which needs torch.distributed
     assert "gated_delta.bench" not in new
 
 
@@ -152,6 +153,6 @@ def test_the_public_names():
     import gated_delta
 
     assert set(gated_delta.__all__) == {
-        "prefill", "decode", "verify", "flush", "short_conv", "explain",
+        "prefill", "decode", "verify", "flush", "short_conv", "summarise", "explain",
         "Gate", "GatedNorm", "KVBuffer", "Problem", "Route", "ShortConv", "UnsupportedProblem",
     }  # fmt: skip

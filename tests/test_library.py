@@ -75,6 +75,11 @@ SAMPLES = [
         "flush",
         dict(state=pool(), buffer=verified(), num_accepted=1, state_indices=torch.tensor([3, 1])),
     ),
+    (
+        "summarise",
+        {name: x for name, x in tokens().items() if name != "q"}
+        | dict(sequences=torch.tensor([1, -1, 0]), initial_state=torch.ones(3, 4, 6, 8)),
+    ),
 ]
 
 

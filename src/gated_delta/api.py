@@ -1,4 +1,4 @@
-"""The four operations: look the call up in the call cache, or validate and route it; then run it.
+"""The operations: look the call up in the call cache, or validate and route it; then run it.
 
 An eager call goes straight to its backend; its arguments travel by position, in the order of
 `Arguments` (ops/*.py), since keywords would add 1 us to a warm call of 5. Under torch.compile and
@@ -368,10 +368,45 @@ def short_conv(
     )  # fmt: skip
 
 
+def summarise(
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    gate: Gate = LOG,
+    qk_l2norm: bool = True,
+    beta_logits: bool = False,
+    allow_neg_eigval: bool = False,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    sequences: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """What whole sequences do to a state: [B; M], by which tokens turn S [V, K] into S M + B.
+
+    Tokens (k to max_seqlen) as for prefill. sequences: [S], int32 or int64, those to summarise (all
+    N when None), none twice; a negative one leaves its row zeros. initial_state: [S, HV, V, K]
+    (fp32, bf16 or fp16; zeros when None): B is the final state from it. M does not depend on it.
+
+    Returns [S, HV, V + K, K] in fp32: B in the first V rows of a head, M in the other K. A sequence
+    without tokens has its initial state and an identity. Where a head's gates forget, M may be
+    zeros if its norm is below 2**-120. Errors as for prefill; an index past the last sequence is an
+    IndexError on the reference backend. docs/math.md, "Summaries".
+    """
+    kind, A_log, dt_bias, bound = _gate(gate)
+    return _runner(k)(
+        ops.SUMMARISE,
+        k, v, g, beta, A_log, dt_bias, cu_seqlens, sequences, initial_state, None,
+        kind, bound, qk_l2norm, beta_logits, allow_neg_eigval, max_seqlen, backend,
+    )  # fmt: skip
+
+
 def explain(op: str, *args: Any, **kwargs: Any) -> Route:
     """The backend and kernel that `op` would use for these arguments, and why not the CuTe backend.
 
-    op: "prefill", "decode", "verify", "flush" or "short_conv"; then that operation's own arguments.
+    op: an operation's name, as in "prefill" or "short_conv"; then that operation's own arguments.
     Checks them as the operation does, values on the device apart, and runs nothing.
     """
     if not isinstance(op, str) or op not in ops.OPERATIONS:
@@ -396,7 +431,8 @@ def describe(op: str, **kwargs: Any) -> Problem:
 
 
 _SIGNATURES = {
-    f.__name__: inspect.signature(f) for f in (prefill, decode, verify, flush, short_conv)
+    f.__name__: inspect.signature(f)
+    for f in (prefill, decode, verify, flush, short_conv, summarise)
 }
 
 
@@ -419,10 +455,12 @@ def _arguments(op: Operation, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         split("num_accepted", _counts, "num_accepted", "accepted_by_all")
     if op is ops.PREFILL:
         given["final_state"] = None
+    if op is ops.SUMMARISE:
+        given["out"] = None
     return op.arguments(**given)
 
 
-# ---------------------------------------------------------------- one path for all four operations
+# ---------------------------------------------------------------- one path for all operations
 
 
 def _gate(gate: Gate) -> tuple[str, Tensor | None, Tensor | None, float]:

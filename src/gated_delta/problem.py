@@ -644,7 +644,7 @@ class Checker:
         if on:
             self.options.add(name)
 
-    def lead(self, a: Any) -> str:
+    def lead(self, a: Any, query: str = "q") -> str:
         """Check cu_seqlens; the first two dimensions of q and of what else has a row a token."""
         if a.cu_seqlens is None:
             return "N T"
@@ -653,13 +653,16 @@ class Checker:
             raise ValueError("cu_seqlens: expected shape [N+1], got [0]")
         if isinstance(a.q, Tensor) and a.q.shape[:1] != (1,):
             expected = "expected packed tokens [1, total, H, K] with cu_seqlens"
-            raise ValueError(f"q: {expected}, got {list(a.q.shape)}")
+            raise ValueError(f"{query}: {expected}, got {list(a.q.shape)}")
         return "1 total"
 
-    def tokens(self, a: Any) -> None:
-        """Check q to cu_seqlens of a prefill, decode or verify, with gate, scale and flags."""
-        lead = self.lead(a)
-        self.tensor("q", a.q, INPUT_DTYPES, f"{lead} H K")
+    def tokens(self, a: Any, query: str = "q") -> None:
+        """Check q to cu_seqlens of a call with tokens, with gate, scale and flags.
+
+        query: q's name in errors.
+        """
+        lead = self.lead(a, query)
+        self.tensor(query, a.q, INPUT_DTYPES, f"{lead} H K")
         same = (a.q.dtype,)
         self.tensor("k", a.k, same, f"{lead} H K")
         self.tensor("v", a.v, same, f"{lead} HV V")
@@ -670,12 +673,12 @@ class Checker:
             )
         self.sizes.bind("g", a.g, f"{lead} HV" if a.g.ndim == 3 else f"{lead} HV K")
         self.tensor("beta", a.beta, INPUT_DTYPES, f"{lead} HV")
-        for name, x in (("q", a.q), ("k", a.k), ("v", a.v)):
+        for name, x in ((query, a.q), ("k", a.k), ("v", a.v)):
             last_dim_contiguous(name, x)
         H, HV = self.sizes["H"], self.sizes["HV"]
         if min(H, HV, self.sizes["K"], self.sizes["V"]) < 1:
-            shapes = f"q {list(a.q.shape)}, v {list(a.v.shape)}"
-            raise ValueError(f"q, v: expected at least one head and channel, got {shapes}")
+            shapes = f"{query} {list(a.q.shape)}, v {list(a.v.shape)}"
+            raise ValueError(f"{query}, v: expected at least one head and channel, got {shapes}")
         if HV % H:
             raise ValueError(
                 f"v: expected HV to be a multiple of H={H} (grouped value heads), got HV={HV}"

@@ -822,6 +822,55 @@ def prefill(
             final_state.copy_(rounded(states, final_state.dtype))
 
 
+class SummaryRows(NamedTuple):
+    """The sequences that a summarise names: their rows in the result, starts and lengths."""
+
+    rows: list[int]
+    starts: list[int]
+    lengths: list[int]
+
+
+def summary_rows(tokens: Tokens, sequences: Tensor | None) -> SummaryRows:
+    starts, lengths = _spans(tokens)
+    count = len(starts) if sequences is None else sequences.shape[0]
+    given = _rows("sequences", sequences, count, len(starts), entry="entry")
+    _no_conflict("sequences", enumerate(given))
+    _check_log_decays(tokens, (n for n in given if n >= 0), starts, lengths)
+    rows = [row for row, n in enumerate(given) if n >= 0]
+    named = [given[row] for row in rows]
+    return SummaryRows(rows, [starts[n] for n in named], [lengths[n] for n in named])
+
+
+def with_identity(tokens: Tokens, state: Tensor, dtype: torch.dtype) -> tuple[Tokens, Tensor]:
+    """Tokens and initial states [S, HV, V + K, K] that end in B and M.
+
+    Rows of a state do not see each other: V rows start from the state, and K rows without
+    values from an identity.
+    """
+    K, zeros = tokens.k.shape[-1], tokens.v.new_zeros(*tokens.v.shape[:-1], tokens.k.shape[-1])
+    eye = torch.eye(K, dtype=dtype, device=zeros.device).expand(*state.shape[:-2], K, K)
+    tokens = tokens._replace(v=torch.cat([tokens.v, zeros], -1))
+    return tokens, torch.cat([state.to(dtype), eye], -2)
+
+
+def summarise(
+    tokens: Tokens, sequences: Tensor | None, initial_state: Tensor | None, out: Tensor
+) -> None:
+    """Writes B, then M, of the sequences named, to their rows of out [S, HV, V + K, K]."""
+    rows, starts, lengths = summary_rows(tokens, sequences)
+    with _exact_fp32():
+        out.zero_()
+        if not rows:
+            return
+        V = tokens.v.shape[-1]
+        initial = torch.zeros_like(out[rows, :, :V])
+        if initial_state is not None:
+            initial.copy_(initial_state[rows])
+        tokens, states = with_identity(flatten(tokens), initial, torch.float32)
+        o = torch.empty_like(tokens.v, dtype=torch.float32)
+        out[rows] = chunked(tokens, starts, lengths, states, o)
+
+
 class DecodeRows(NamedTuple):
     """The rows that each sequence of a decode reads and writes; negative: none."""
 

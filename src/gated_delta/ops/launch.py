@@ -278,11 +278,15 @@ class Launch(ABC):
         if CHECK:
             named = dict(zip(self.given, tensors, strict=True))
             self.operation.check_values(self.values._replace(**named))
-        stream = _stream(_raw_stream(self.index))
+        stream = self.stream()
         if self.several_devices and torch.cuda.current_device() != self.index:
             with torch.cuda.device(self.index):
                 return self.run(tensors, pointers, stream)
         return self.run(tensors, pointers, stream)
+
+    def stream(self) -> Any:
+        """The device's current stream."""
+        return _stream(_raw_stream(self.index))
 
     @abstractmethod
     def run(self, tensors: tuple[Tensor, ...], pointers: Any, stream: Any) -> Any:

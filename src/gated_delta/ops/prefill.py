@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -86,9 +87,9 @@ class Arguments(NamedTuple):
 
 class Prefill(Operation):
     name = "prefill"
-    arguments = Arguments
+    arguments: ClassVar[Any] = Arguments
     pointers = PrefillPointers
-    may_write = ("out", "state", "final_state", "checkpoints")
+    may_write: ClassVar[tuple[str, ...]] = ("out", "state", "final_state", "checkpoints")
 
     def describe(self, a: Arguments) -> Problem:
         check = Checker()
@@ -334,9 +335,18 @@ def _final_dtype(a: Arguments) -> torch.dtype:
 class PrefillLaunch(TokensLaunch):
     """A launch of prefill for given shapes and strides."""
 
-    def __init__(self, operation: Operation, problem: Problem, plan: Plan, a: Arguments):
+    def __init__(
+        self,
+        operation: Operation,
+        problem: Problem,
+        plan: Plan,
+        a: Any,
+        sources: Mapping[str, str] = {},
+    ):
+        pooled = a.state is not None
         self.checkpoints_in_pool = a.checkpoint_indices is not None and a.checkpoints is None
-        sources = {} if a.state is None else dict(initial_state="state", final_state="state")
+        sources = dict(sources)
+        sources |= dict(initial_state="state", final_state="state") if pooled else {}
         sources |= dict(checkpoints="state") if self.checkpoints_in_pool else {}
         super().__init__(operation, problem, plan, a, sources)
         channel, packed = a.g.ndim == 4, a.cu_seqlens is not None
@@ -372,6 +382,7 @@ class PrefillLaunch(TokensLaunch):
                 and N * HV * segments * (problem.V // kind.rows) > sms,
                 queued=kind.is_queued(N * HV, sms),
                 overlapped=kind.overlapped,
+                summary=kind.summary,
             )
         )
         heads = 1 if channel else prepare_heads(H, HV, chunk_slots, kind, sms)
@@ -411,14 +422,27 @@ class PrefillLaunch(TokensLaunch):
             pointers[FINAL_STATE] = final_state.data_ptr()
         if self.empty:
             return out.zero_(), final_state
-        size, offsets = self.workspace
-        workspace = torch.empty(size, dtype=torch.uint8, device=out.device)
-        start = workspace.data_ptr()
-        regions = [start + offset if offset >= 0 else 0 for offset in offsets]
-        addresses = (*pointers, *regions)
-        for function in self.functions:
-            function(addresses, self.scale, self.bound, self.strides, self.sizes, stream)
+        self.launch_kernels(pointers, out.device, stream)
         return out, final_state
+
+    def launch_kernels(self, pointers: list[int], device: torch.device, stream: Any) -> None:
+        size, _ = self.workspace
+        workspace = torch.empty(size, dtype=torch.uint8, device=device)
+        self.call_kernels(self.functions, pointers, self.strides, workspace, stream)
+
+    def call_kernels(
+        self,
+        functions: list[Any],
+        pointers: list[int],
+        strides: Any,
+        workspace: Tensor,
+        stream: Any,
+    ) -> None:
+        start = workspace.data_ptr()
+        regions = [start + offset if offset >= 0 else 0 for offset in self.workspace[1]]
+        addresses = (*pointers, *regions)
+        for function in functions:
+            function(addresses, self.scale, self.bound, strides, self.sizes, stream)
 
 
 FINAL_STATE = PrefillPointers._fields.index("final_state")

@@ -36,6 +36,10 @@ class Kind:
     """The scan runs beside the preparation and waits for its counters."""
     segmented: bool = False
     """Segments of a sequence are scanned at once."""
+    summary: bool = False
+    """M and B of whole sequences."""
+    resumed: bool = False
+    """Behind the summary a scan, from initial states that may come after it."""
     on_grid: bool = False
     """Segments have a fixed number of tokens: Problem.grid."""
     most_sequences: int | None = None
@@ -70,7 +74,15 @@ class Kind:
         names = self.kernels
         if self.overlapped or (self.in_one_cta and queued):
             names = ("rank", *names)
-        variants = [Variant(f"prefill_{name}", tuple(facts[name].items())) for name in names]
+        variants = [
+            Variant(f"prefill_{name.removesuffix('_resumed')}", tuple(facts[name].items()))
+            for name in names
+        ]
+        if self.summary and not self.resumed and self.has_windows(problem):
+            # Most heads of most calls forget over the last chunks: the others' are prepared later.
+            prepare = facts["prepare"]
+            parts = [tuple({**prepare, "part": part}.items()) for part in ("tail", "rest")]
+            variants[:1] = [Variant("prefill_prepare", part) for part in parts]
         if "norm" in problem.options:
             variants.append(Variant("prefill_norm", tuple(problem.facts("V", "dtype").items())))
         return variants
@@ -91,12 +103,16 @@ def _facts(kind: Kind, problem: Problem, gpu: Gpu) -> dict[str, dict[str, Any]]:
     more = {} if count is None else dict(stages=count + 1)
     grid: dict[str, Any] = dict(grid=True) if kind.on_grid else {}
     scan = facts("axis", "K", "V", "dtype", "state_dtype")
+    summary: dict[str, Any] = dict(summary=True) if kind.summary else {}
+    resumed = dict(resumed=True) if kind.resumed else {}
+    passing = dict(V=problem.V) | stages
     return {
         "rank": dict(overlapped=kind.overlapped),
         "prepare": facts("axis", "K", "dtype") | gate | windows,
         "prepare_raw": gate,
-        "transitions": scan | more | grid,
-        "state_passing": dict(V=problem.V) | stages | grid,
+        "transitions": scan | more | grid | summary | resumed,
+        "state_passing": passing | grid | (summary and summary | dict(K=problem.K)),
+        "state_passing_resumed": passing | dict(resumed=True, K=problem.K),
         "scan": scan | dict(windows=windows["windows"] and not grid) | checkpoints | stages | grid,
         "scan_raw": facts("g_dtype", "gate", "state_dtype") | checkpoints,
         "fused": gate | facts("state_dtype") | checkpoints,
@@ -154,6 +170,23 @@ SEGMENTS = Kind(
     _takes_segments,
     hopper=False,
     segmented=True,
+)
+SUMMARY = Kind(
+    "summary",
+    ("prepare", "transitions", "state_passing"),
+    _takes_segments,
+    hopper=False,
+    segmented=True,
+    summary=True,
+)
+RESUMED = Kind(
+    "resumed",
+    ("prepare", "transitions", "state_passing", "state_passing_resumed", "scan"),
+    _takes_segments,
+    hopper=False,
+    segmented=True,
+    summary=True,
+    resumed=True,
 )
 GRID = Kind("grid", SEGMENTS.kernels, _takes_grid, hopper=False, segmented=True, on_grid=True)
 OVERLAPPED = Kind("overlapped", ("overlapped",), _takes_overlapped, overlapped=True)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..problem import Tokens
 from ..reference import before_norm, gated_norm, recurrent
 from .inputs import Call
 
@@ -240,3 +241,16 @@ def _flush(call: Call, dtype: torch.dtype, plain: bool) -> dict[str, Expected]:
             state = after
         _put(result, (layer, writes[n]) if layered else (writes[n],), state)
     return {"state": result}
+
+
+def summary(tokens: Tokens, initial: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+    """[HV, V + K, K]: B and M of a sequence [1, T, ...], token by token. initial: [HV, V, K]."""
+    K = tokens.k.shape[-1]
+    eye = torch.eye(K, dtype=dtype, device=initial.device).expand(len(initial), K, K)
+    # Rows of a state do not see each other.
+    without_values = tokens._replace(v=tokens.v.new_zeros(*tokens.v.shape[:-1], K))
+    states = [initial.to(dtype), eye]
+    for i, t in enumerate((tokens, without_values)):
+        for _, after in recurrent(t, states[i], dtype):
+            states[i] = after
+    return torch.cat(states, 1)

@@ -140,12 +140,13 @@ class WorkspaceShape(NamedTuple):
     queued: bool
     """Whether CTAs take work from a queue."""
     overlapped: bool
+    summary: bool = False
 
     @property
     def head_segments(self) -> int:
         if self.whole_segments:
             return self.HV * self.whole_segments
-        return self.N * self.HV * self.segments if self.segments > 1 else 0
+        return self.N * self.HV * self.segments if self.segments > 1 or self.summary else 0
 
 
 class Region(NamedTuple):

@@ -18,7 +18,8 @@ from ..device import hopper, ptx
 from ..device.args import DTYPES
 from ..device.hopper import WARP, WARPGROUP
 from .kernel import PrefillKernel
-from .layout import chunk_coord, find_sequence, load_chunk, rank_sequence
+from .layout import chunk_coord, find_sequence, load_chunk, num_chunks, rank_sequence
+from .mainloop.segments import MAX_WINDOW, last_window_chunks
 from .terms.common import Worker
 from .terms.gdn import GdnTerms
 from .terms.kda import KdaTerms
@@ -28,11 +29,24 @@ SHARED_BY_TWO = 80 * 1024
 
 
 class PrefillPrepare(PrefillKernel):
-    """windows: store a bound of each chunk's transition, for segments that start in a window."""
+    """windows: store a bound of each chunk's transition, for segments that start in a window.
+
+    part: of a summary, which needs no more than a window at the end where gates forget: the chunks
+    that such a window may have ("tail"); behind it, the others of heads without one ("rest").
+    """
 
     def __init__(
-        self, axis: str, K: int, dtype: str, g_dtype: str, gate: str, qk_l2norm: bool, windows: bool
+        self,
+        axis: str,
+        K: int,
+        dtype: str,
+        g_dtype: str,
+        gate: str,
+        qk_l2norm: bool,
+        windows: bool,
+        part: str | None = None,
     ):
+        self.part = part
         self.channel = axis == "channel"
         terms = KdaTerms if self.channel else GdnTerms
         self.terms = terms(K, DTYPES[dtype], DTYPES[g_dtype], gate, qk_l2norm, windows)
@@ -67,6 +81,8 @@ class PrefillPrepare(PrefillKernel):
         subchunk = (thread // WARP + cta) % 4
         hv = i * size.cta_heads
         coord = chunk_coord(sequence, hv, slot, chunk, tokens, shared, thread, subchunk)
+        if cutlass.const_expr(self.part is not None):
+            tokens = self.tokens_of_part(args, coord, lane)
         if tokens > 0:
             self.terms.prepare(args, coord, Worker())
             if thread == 0:
@@ -75,6 +91,22 @@ class PrefillPrepare(PrefillKernel):
             # Computed again, to spare a register.
             cta = i + (size.chunk_slots - 1 - slot) * size.chunk_ctas
             self.rank(args, ptx.opaque(cta), thread)
+
+    @cute.jit
+    def tokens_of_part(self, args, coord, lane):
+        """The chunk's tokens; 0 where the part leaves it out."""
+        in_tail = coord.chunk >= num_chunks(coord.sequence.tokens) - MAX_WINDOW
+        included = Int32(in_tail)
+        if cutlass.const_expr(self.part == "rest"):
+            included = Int32(0)
+            if not in_tail:
+                # The value heads of a q/k head share its tiles.
+                group = Int32(1) if self.channel else args.size.HV // args.size.H
+                first = coord.hv // group * group
+                for hv in cutlass.range(first, first + group, 1, unroll=1):
+                    window = last_window_chunks(args, coord.sequence, hv, lane)
+                    included = included | Int32(window == 0)
+        return Int32(select_(included != 0, coord.tokens, Int32(0)))
 
     @cute.jit
     def rank(self, args, cta, thread):

@@ -6,6 +6,12 @@ warps, each with an eighth of the inner products of all rows: a lane of four key
 number from shared memory serves four or eight products. A warp keeps its row of S in registers. The
 CTA passes over the segments one by one, and loads M two segments ahead by bulk copies, or one ahead
 where shared memory is small. On a grid it begins with the first segment. docs/math.md, "Segments".
+
+summary: of the whole sequence. S has B's V rows, from the first segment's B, and behind them M's
+K rows, from its M; a flag says that M is 0. The last segment is passed over, too. The passing
+starts at the last segment with a flag.
+
+resumed: behind a summary, from the call's initial state, which may have come after it.
 """
 
 from typing import NamedTuple
@@ -16,6 +22,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cutlass_dsl import select_
 
 from ..device import hopper, levels, ptx
+from ..device.args import offset
 from .arguments import STATE_BYTES
 from .kernel import PrefillKernel
 from .layout import D, find_sequence, load_sequence, segment_flag_at, segment_number
@@ -45,13 +52,23 @@ class Coord(NamedTuple):
 
 
 class PrefillStatePassing(PrefillKernel):
-    """grid: whether segments lie on a grid."""
+    """grid: whether segments lie on a grid. K: of a summary, or resumed."""
 
-    def __init__(self, V: int, stages: int = 2, grid: bool = False):
+    def __init__(
+        self,
+        V: int,
+        stages: int = 2,
+        grid: bool = False,
+        summary: bool = False,
+        resumed: bool = False,
+        K: int = D,
+    ):
+        self.summary, self.resumed, self.V, self.K = summary, resumed, V, K
         self.on_grid, self.begin = grid, 0 if grid else 1
         """begin: the first segment to pass over: off the grid the second's state is there."""
         self.checkpoints = grid
-        self.threads, self.ctas_per_head, self.stages = THREADS, V // V_ROWS, stages
+        self.threads, self.stages = THREADS, stages
+        self.ctas_per_head = (V + K if summary else V) // V_ROWS
         smem = hopper.SharedMemory()
         self.m = smem.add(stages * STATE_BYTES)
         self.state = smem.add(V_ROWS * D * 4, 16)  # the CTA's rows
@@ -74,14 +91,21 @@ class PrefillStatePassing(PrefillKernel):
         if cutlass.const_expr(self.on_grid):
             first, end = self.segments_on_grid(args, head, thread % hopper.WARP)
         else:
-            first, end = segment_number(args, head, 0), args.size.segments - 1
+            first = segment_number(args, head, 0)
+            end = args.size.segments - (0 if self.summary else 1)
         v_row = cta % self.ctas_per_head * V_ROWS + warp
         channel = thread % hopper.WARP * CHANNELS
         coord = Coord(first, end, v_row, shared, thread, channel, warp)
         hopper.init_rings((self.ring,), shared, thread)
         hopper.wait_for_previous_kernel()
-        if self.any_pending(args, coord):
-            self.pass_states(args, coord)
+        if cutlass.const_expr(self.resumed):
+            self.resume(args, coord, head)
+        elif cutlass.const_expr(self.summary):
+            self.summarise(args, coord, head)
+        elif self.any_pending(args, coord):
+            row = cute.make_rmem_tensor((CHANNELS,), Float32)
+            load_row(self.first_state_at(args, coord), row)
+            self.pass_states(args, coord, row, self.begin)
 
     @cute.jit
     def segments_on_grid(self, args, head, lane):
@@ -120,39 +144,101 @@ class PrefillStatePassing(PrefillKernel):
         return ptx.load_words(at, True, count=1)[0]
 
     @cute.jit
-    def pass_states(self, args, coord):
-        """Store initial states from the third segment on, on a grid from the second. The one
-        before is loaded, and so are known ones."""
-        begin, end, loads = self.begin, coord.end, hopper.copies(coord.thread)
-        if loads:
-            for segment in cutlass.range_constexpr(begin, begin + self.stages):
-                if segment < end:
-                    self.start_load_m(args, coord, segment)
+    def summarise(self, args, coord, head):
+        """Store a row of B or M of the whole sequence."""
+        cute.arch.sync_threads()
+        first = Int32(0)
+        for segment in cutlass.range(coord.thread % hopper.WARP, coord.end, hopper.WARP, unroll=1):
+            first = Int32(select_(self.load_flag(args, coord, segment) == 0, first, segment))
+        first = Int32(ptx.warp_max(Uint32(first)))
+        is_b, row = coord.v_row < self.V, cute.make_rmem_tensor((CHANNELS,), Float32)
+        m_at = Int64(STATE_BYTES - self.V * D * 4)
+        at = self.transition_at(args, coord, first) + thread_offset(coord)
+        at += Int64(select_(is_b, Int64(0), m_at))
+        load_row(at, row, is_b | (self.load_flag(args, coord, first) == 0))
+        self.pass_states(args, coord, row, first + 1)
+        at, exists = self.row_at(args, coord, head, args.ptr.final_state, "final_state")
+        store_row(at, row, exists)
+
+    @cute.jit
+    def resume(self, args, coord, head):
+        """Store the initial state of every segment."""
         row = cute.make_rmem_tensor((CHANNELS,), Float32)
-        load_row(self.first_state_at(args, coord), row)
+        sums = cute.make_rmem_tensor((V_ROWS, CHANNELS), Float32)
+        at, exists = self.row_at(args, coord, head, args.ptr.initial_state, "initial_state")
+        load_row(at, row, exists)
+        store_row(self.end_state_at(args, coord, -1), row)
+        cute.arch.sync_threads()
+        i, loads = Int32(0), hopper.copies(coord.thread)
+        for segment in cutlass.range(0, coord.end, 1, unroll=1):
+            b_at = self.transition_at(args, coord, segment) + thread_offset(coord)
+            if self.load_flag(args, coord, segment) == 0:
+                if loads:
+                    self.start_load_m(args, coord, segment, i)
+                self.share_row(coord, row)
+                load_row(b_at, row)
+                self.multiply(coord, i, sums)
+                self.add_partial_sums(coord, sums, row)
+                i += 1
+            else:
+                load_row(b_at, row)
+            store_row(self.end_state_at(args, coord, segment), row)
+
+    def row_at(self, args, coord, head, start, name):
+        """Address of the lane's channels of its row in a tensor of states; whether it has them."""
+        n, hv = Int32(head) // args.size.HV, Int32(head) % args.size.HV
+        slot = load_slot(args, n)
+        p, h = (getattr(args.stride, f"{name}_{dim}") for dim in "ph")
+        at = start + offset(cutlass.max(slot, 0), p) + offset(hv, h)
+        at += coord.v_row * (self.K * 4) + coord.channel * 4
+        return at, (slot >= 0) & (coord.channel < self.K)
+
+    @cute.jit
+    def pass_states(self, args, coord, row, begin):
+        """Pass a row over the segments from `begin` on. Store initial states of the ones behind
+        them; load those that are known."""
+        end, loads = coord.end, hopper.copies(coord.thread)
+        if loads:
+            for i in cutlass.range_constexpr(self.stages):
+                if begin + i < end:
+                    self.start_load_m(args, coord, begin + i, i)
         sums = cute.make_rmem_tensor((V_ROWS, CHANNELS), Float32)
         for segment in cutlass.range(begin, end, 1, unroll=1):
             flag = self.load_flag(args, coord, segment)
-            words = [row[c].bitcast(Uint32) for c in range(CHANNELS)]
-            ptx.store_shared_x4(self.state_at(coord, coord.warp, coord.channel), words)
-            load_row(self.transition_at(args, coord, segment) + thread_offset(coord), row)  # B
-            stage, phase = self.ring.locate(segment - begin)
-            cute.arch.sync_threads()
-            self.ring.consumer_wait(coord.shared, stage, phase)
-            sums.fill(0.0)
-            for k in cutlass.range(0, D // V_ROWS, K_UNROLL, unroll=1):
-                self.add_products(coord, stage, coord.warp * (D // V_ROWS) + k, sums)
-            self.store_partial_sums(coord, sums)
-            cute.arch.sync_threads()
+            self.share_row(coord, row)
+            b_at = self.transition_at(args, coord, segment) + thread_offset(coord)
+            load_row(b_at, row, coord.v_row < self.V if self.summary else True)
+            self.multiply(coord, segment - begin, sums)
             if loads & (segment + self.stages < end):
-                self.start_load_m(args, coord, segment + self.stages)
-            self.add_partial_sums(coord, sums, row)
-            # The next segment's initial state: store it, or load it where it is known.
-            at = self.end_state_at(args, coord, segment)
-            if flag == 0:
-                ptx.store_words(at, [row[c].bitcast(Uint32) for c in range(CHANNELS)], True)
+                next_i = segment - begin + self.stages
+                self.start_load_m(args, coord, segment + self.stages, next_i)
+            if cutlass.const_expr(self.summary):
+                if flag == 0:
+                    self.add_partial_sums(coord, sums, row)
             else:
-                load_row(at, row)
+                self.add_partial_sums(coord, sums, row)
+                # The next segment's initial state: store it, or load it where it is known.
+                at = self.end_state_at(args, coord, segment)
+                if flag == 0:
+                    store_row(at, row)
+                else:
+                    load_row(at, row)
+
+    def share_row(self, coord, row):
+        words = [row[c].bitcast(Uint32) for c in range(CHANNELS)]
+        ptx.store_shared_x4(self.state_at(coord, coord.warp, coord.channel), words)
+
+    @cute.jit
+    def multiply(self, coord, i, sums):
+        """sums = partial products of the shared rows and the i-th M, others' in shared memory."""
+        stage, phase = self.ring.locate(i)
+        cute.arch.sync_threads()
+        self.ring.consumer_wait(coord.shared, stage, phase)
+        sums.fill(0.0)
+        for k in cutlass.range(0, D // V_ROWS, K_UNROLL, unroll=1):
+            self.add_products(coord, stage, coord.warp * (D // V_ROWS) + k, sums)
+        self.store_partial_sums(coord, sums)
+        cute.arch.sync_threads()
 
     def add_products(self, coord, stage, k, sums):
         """sums += S[:, k : k + 8] M[k : k + 8, channels]."""
@@ -194,8 +280,8 @@ class PrefillStatePassing(PrefillKernel):
                 row[c] = row[c] + part[c]
 
     @cute.jit
-    def start_load_m(self, args, coord, segment):
-        stage, _ = self.ring.locate(segment - self.begin)
+    def start_load_m(self, args, coord, segment, i):
+        stage, _ = self.ring.locate(i)
         if cutlass.const_expr(levels.current().bulk_copies):
             self.ring.producer_expect(coord.shared, stage, STATE_BYTES)
         source = self.transition_at(args, coord, segment) + STATE_BYTES
@@ -229,6 +315,10 @@ def thread_offset(coord):
     return coord.v_row * (D * 4) + coord.channel * 4
 
 
-def load_row(at, row):
-    for c, word in enumerate(ptx.load_words(at, True, count=CHANNELS)):
+def load_row(at, row, condition=True):
+    for c, word in enumerate(ptx.load_words(at, condition, count=CHANNELS)):
         row[c] = word.bitcast(Float32)
+
+
+def store_row(at, row, condition=True):
+    ptx.store_words(at, [row[c].bitcast(Uint32) for c in range(CHANNELS)], condition)

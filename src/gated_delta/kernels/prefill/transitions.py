@@ -11,6 +11,10 @@ the last segment. Behind a segment with a window, B alone is the next one's init
 On a grid B always comes from zeros. Where a segment's last chunks forget everything, B of these
 alone is the state behind it, and so is B of a sequence's first segment without an initial state.
 docs/math.md, "Segments".
+
+summary: M and B of all segments, for M and B of the whole sequence. Where gates forget over a
+window at the sequence's end, the last segment is that window. Other segments then have nothing to
+do, unless a scan of them follows: resumed.
 """
 
 from typing import NamedTuple
@@ -35,6 +39,8 @@ from .mainloop.segments import (
     add_window,
     has_window,
     in_place,
+    is_last,
+    last_window_chunks,
     scan_coord,
     window_chunks,
 )
@@ -65,7 +71,10 @@ class PrefillTransitions(PrefillKernel):
         state_dtype: str,
         stages: int = 3,
         grid: bool = False,
+        summary: bool = False,
+        resumed: bool = False,
     ):
+        self.summary, self.resumed = summary, resumed
         self.on_grid = self.checkpoints = grid
         # mma.sync has no registers for a second MMA warpgroup.
         self.rows = V if levels.current().wgmma else WARPGROUP_ROWS
@@ -134,11 +143,32 @@ class PrefillTransitions(PrefillKernel):
             next_coord = scan_coord(args, next_segment, self.rows, shared, coord.thread, group)
             next_window = window_chunks(args, next_coord)
             coord = add_window(args, coord)
-        if work.segment < args.size.segments - 1:
+        if cutlass.const_expr(self.summary):
+            self.summarise(args, coord, next_window, thread)
+        elif work.segment < args.size.segments - 1:
             known = starts_known(coord)
             self.store_flag(args, coord, known | (next_window > 0), thread)
             if (next_window == 0) & (self.is_b(work) | (not known)):
                 self.scan(args, self.rows_of_m_or_b(coord), thread)
+
+    @cute.jit
+    def summarise(self, args, coord, next_window, thread):
+        """Scan the segment for B and, unless gates forget, M; of a sequence with a window at its
+        end that window alone, as the last segment's."""
+        work, window = coord.work, Int32(0)
+        if cutlass.const_expr(self.has_windows):
+            window = last_window_chunks(args, work.sequence, work.hv, thread % hopper.WARP)
+            window = Int32(select_(work.state_index >= 0, window, 0))
+            if cutlass.const_expr(self.resumed):
+                window = Int32(select_(is_last(args, work), window, 0))
+        runs = (next_window == 0) & (self.is_b(work) | (not has_window(coord)))
+        forgets = has_window(coord) | (next_window > 0)
+        if window > 0:
+            coord = coord._replace(first_chunk=coord.end_chunk - window)
+            runs, forgets = is_last(args, work) & self.is_b(work), window > 0
+        self.store_flag(args, coord, forgets, thread)
+        if runs:
+            self.scan(args, self.rows_of_m_or_b(coord), thread)
 
     def store_flag(self, args, coord, next_known, thread):
         """Store whether the next state is known or not needed: no transition is passed then."""
@@ -193,8 +223,10 @@ class PrefillTransitions(PrefillKernel):
         transition = args.ptr.segment_transitions + segment_of(args, work) * (2 * STATE_BYTES)
         transition += Int64(select_(self.is_m(work), Int64(STATE_BYTES), Int64(0)))
         next_state = segment_state_at(args, work) + (0 if self.on_grid else STATE_BYTES)
-        known = starts_known(coord) if known is None else known
-        at = Int64(select_(known, next_state, transition))
+        at = transition
+        if cutlass.const_expr(not self.summary):
+            known = starts_known(coord) if known is None else known
+            at = Int64(select_(known, next_state, transition))
         rows, unscale = state_coord(coord.v_row, coord.thread), inverse_power_of_2(state_scale)
         store_rows(at, Float32, D, rows, True, frag.state, unscale)
 
@@ -204,10 +236,15 @@ class PrefillTransitions(PrefillKernel):
         rows = state_coord(coord.v_row, coord.thread)
         if cutlass.const_expr(self.on_grid):
             self.set_diagonal(coord.work, rows, state)
-        elif (coord.work.segment == 0) & self.is_b(coord.work):
+        elif self.is_first(coord) & self.is_b(coord.work):
             self.mainloop.states.load_initial(args, coord.work, rows, state)
         else:
             self.set_diagonal(coord.work, rows, state)
+
+    def is_first(self, coord):
+        """Whether the scan starts at the sequence's first chunk; a summary's may in a window."""
+        is_first = coord.work.segment == 0
+        return is_first & (coord.first_chunk == 0) if self.summary else is_first
 
     def set_diagonal(self, work, rows, state):
         """Set B's zeros or M's identity."""

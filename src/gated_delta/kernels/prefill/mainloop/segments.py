@@ -66,7 +66,8 @@ def add_window(args, coord):
 def add_grid_window(args, coord):
     """The coord of a whole segment from the window in front of its end on, if there is one."""
     most = cutlass.min(args.size.grid_chunks, MAX_WINDOW)
-    window = chunks_that_forget(args, coord, coord.end_chunk, most)
+    work, lane = coord.work, coord.thread % WARP
+    window = chunks_that_forget(args, work.sequence, work.hv, lane, coord.end_chunk, most)
     first = Int32(select_(window > 0, coord.end_chunk - window, coord.first_chunk))
     return window > 0, coord._replace(first_chunk=first)
 
@@ -85,15 +86,22 @@ def window_chunks(args, coord):
     can_start = can_start & (coord.first_chunk < coord.end_chunk)
     most = cutlass.min(cutlass.max(segment_chunks(args, work.sequence), SHORT_WINDOW), MAX_WINDOW)
     most = Int32(select_(can_start, cutlass.min(most, coord.first_chunk), 0))
-    return chunks_that_forget(args, coord, coord.first_chunk, most)
+    lane = coord.thread % WARP
+    return chunks_that_forget(args, work.sequence, work.hv, lane, coord.first_chunk, most)
 
 
-def chunks_that_forget(args, coord, end, most):
+def last_window_chunks(args, sequence, hv, lane):
+    """The same at a sequence's end, for a summary."""
+    chunks = num_chunks(sequence.tokens)
+    most = cutlass.min(chunks, MAX_WINDOW)
+    return chunks_that_forget(args, sequence, hv, lane, chunks, most)
+
+
+def chunks_that_forget(args, sequence, hv, lane, end, most):
     """The fewest chunks in front of chunk `end`, at most so many, over which M is 0; 0: none."""
-    work, lane = coord.work, coord.thread % WARP
     # The last chunk before the segment first.
-    slot = work.sequence.first_slot + end - 1 - lane
-    at = args.ptr.transition_norms + head_chunk(args, slot, work.hv) * 4
+    slot = sequence.first_slot + end - 1 - lane
+    at = args.ptr.transition_norms + head_chunk(args, slot, hv) * 4
     norm = ptx.select(lane < most, ptx.load(Float32, at, lane < most), Float32(1))
     for step in (1, 2, 4, 8, 16):
         nearer = shuffle_sync_up(norm, offset=step, mask_and_clamp=0)
