@@ -241,22 +241,25 @@ class ShortConv:
 
     @cute.jit
     def store_window(self, args, run, at, step):
-        """The last inputs of (window, tokens), bit for bit: none is rounded on the way.
-
-        In this order no entry is written before it is read.
-        """
+        """The last inputs of (window, tokens), bit for bit: none is rounded on the way."""
         stride, resumed = args.stride, self.resumed(args, run)
         window_at = self.window(args, run)
         if (run.tokens > 0) | ~resumed:
-            for i in cutlass.range(TAPS - 1, unroll=1):
-                self.store_entry(window_at, stride, i, run.tokens, resumed, at, step)
+            self.store_entries(window_at, stride, run.tokens, resumed, at, step)
 
-    def store_entry(self, window_at, stride, i, tokens, resumed, at, step):
-        t = tokens - (TAPS - 1) + i
-        row = ptx.load_words(at + t * step, t >= 0, WORDS)
-        old = offset(Int32(select_(t < 0, tokens + i, Int32(0))), stride.windows_l)
-        channels = [window_at + offset(Int32(c), stride.windows_c) for c in range(LANE_CHANNELS)]
-        kept = [ptx.load_bits(x + old, resumed & (t < 0)) for x in channels]
-        for c, x in enumerate(channels):
-            new = Uint16((row[c // 2] >> Uint32(c % 2 * 16)) & Uint32(0xFFFF))
-            ptx.store_half(x + offset(i, stride.windows_l), kept[c] | new, True)
+    def store_entries(self, window_at, stride, tokens, resumed, at, step):
+        """All loads before all stores: an entry may be read for an earlier one."""
+        new, kept = [], []
+        for i in range(TAPS - 1):
+            t = tokens - (TAPS - 1) + i
+            new.append(ptx.load_words(at + t * step, t >= 0, WORDS))
+            old = offset(Int32(select_(t < 0, tokens + i, Int32(0))), stride.windows_l)
+            for c in range(LANE_CHANNELS):
+                entry_at = window_at + offset(Int32(c), stride.windows_c) + old
+                kept.append(ptx.load_bits(entry_at, resumed & (t < 0)))
+        for i in range(TAPS - 1):
+            for c in range(LANE_CHANNELS):
+                half = Uint16((new[i][c // 2] >> Uint32(c % 2 * 16)) & Uint32(0xFFFF))
+                entry_at = window_at + offset(Int32(c), stride.windows_c)
+                entry_at = entry_at + offset(Int32(i), stride.windows_l)
+                ptx.store_half(entry_at, kept[LANE_CHANNELS * i + c] | half, True)

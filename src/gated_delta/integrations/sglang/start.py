@@ -96,7 +96,7 @@ class Layer(NamedTuple):
             checkpoints = state.new_zeros(1, 1, *state.shape[1:])
             more = dict(checkpoint_lens=zero[:, None], checkpoints=checkpoints)
             calls["prefill"].append(("prefill", prompt | more))
-        if self.layers == "GDN":
+        if self.layers == "GDN" and not process.state.deterministic:
             calls["prefill"].append(("short_conv", self.convolution(prompt)))
         in_kvbuffer = isinstance(scratch, KVBuffer)
         if scratch is None or (tree and not in_kvbuffer):
