@@ -46,6 +46,7 @@ PREFILL = (
     "prefill_scan_raw",
     "prefill_state_passing",
     "prefill_rank",
+    "prefill_norm",
     *PREPARE_AND_SCAN,
 )
 

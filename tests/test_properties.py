@@ -85,11 +85,12 @@ GATES = {"log": None, "softplus": gd.Gate.softplus, "lower_bound": gd.Gate.lower
     problems(longest=200, most=3),
     st.sampled_from(list(GATES)),
     st.sampled_from([torch.float32, torch.bfloat16]),
+    st.sampled_from(ACTIVATIONS),
     st.data(),
 )
-def test_bits_of_a_deterministic_prefill_are_per_head(problem, kind, dtype, data):
+def test_bits_of_a_deterministic_prefill_are_per_head(problem, kind, dtype, activation, data):
     """Bits are the same for one sequence, for fewer heads, and for calls split at multiples of 64
-    tokens; checkpoints are the states between these calls."""
+    tokens, with a norm or without; checkpoints are the states between these calls."""
     t, lengths, slots, pool = problem
     t = t.map(lambda x: x.to(dtype))._replace(beta_logits=True)
     rng = torch.Generator().manual_seed(len(pool))
@@ -100,10 +101,15 @@ def test_bits_of_a_deterministic_prefill_are_per_head(problem, kind, dtype, data
             gd.Gate.log() if kind == "log" else GATES[kind](*(x[heads].clone() for x in parameters))
         )
 
-    def run(t, heads=slice(None), **states):
+    weight = torch.randn(t.v.shape[3], generator=rng)
+    gates = torch.randn(t.v.shape, generator=rng).to(dtype)
+
+    def run(t, z, heads=slice(None), **states):
+        norm = dict(norm=gd.GatedNorm(weight, activation=activation), z=z) if activation else {}
         return gd.prefill(
             **t._replace(gate=gate(heads))._asdict(),
             **states,
+            **norm,
             deterministic=True,
             backend="reference",
         )
@@ -117,12 +123,13 @@ def test_bits_of_a_deterministic_prefill_are_per_head(problem, kind, dtype, data
     ]
     lens = torch.tensor([[*split, *[-1] * (3 - len(split))] for split in splits])
     after, stored = pool.clone(), pool.new_empty(len(lengths), 3, *pool.shape[1:])
-    o, _ = run(t, state=after, state_indices=slots, checkpoint_lens=lens, checkpoints=stored)
+    o, _ = run(t, gates, state=after, state_indices=slots, checkpoint_lens=lens, checkpoints=stored)
     for n, slot in enumerate(slots.tolist()):
         if slot < 0:
             continue
         alone, state = sequence(t, n), pool[slot : slot + 1, heads]
-        whole = o[0, t.cu_seqlens[n] : t.cu_seqlens[n + 1]]
+        rows = slice(*t.cu_seqlens[n : n + 2].tolist())
+        whole, z = o[0, rows], gates[:, rows, heads]
         for i, (first, last) in enumerate(itertools.pairwise([*splits[n], lengths[n]])):
             assert torch.equal(stored[n, i, heads], state[0])
             part = alone.map(lambda x: x[:, first:last])
@@ -130,7 +137,8 @@ def test_bits_of_a_deterministic_prefill_are_per_head(problem, kind, dtype, data
             part = part._replace(
                 v=part.v[:, :, heads], g=part.g[:, :, heads], beta=part.beta[:, :, heads]
             )
-            results, state = run(part, heads, initial_state=state, output_final_state=True)
+            states = dict(initial_state=state, output_final_state=True)
+            results, state = run(part, z[:, first:last], heads, **states)
             assert torch.equal(results[0], whole[first:last, heads])
         assert torch.equal(state[0], after[slot, heads])
 

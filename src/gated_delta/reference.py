@@ -659,20 +659,6 @@ def _finished(o: Tensor, dtype: torch.dtype, norm: GatedNorm | None, z: Tensor |
     return gated_norm(before_norm(o, dtype), z, norm, torch.float32).to(dtype)
 
 
-def _normalise(
-    o: Tensor, z: Tensor, norm: GatedNorm, starts: list[int], lengths: list[int], apart: bool
-) -> None:
-    """Normalise o of every sequence in place. apart: a head of a chunk at a time, as deterministic
-    prefills compute, since torch's bits depend on the number of elements."""
-    for start, length in zip(starts, lengths, strict=True):
-        step = CHECKPOINT_INTERVAL if apart else max(length, 1)
-        for first in range(start, start + length, step):
-            rows = slice(first, min(first + step, start + length))
-            heads = [slice(h, h + 1) for h in range(o.shape[1])] if apart else [slice(None)]
-            for h in heads:
-                o[rows, h] = _finished(o[rows, h], o.dtype, norm, z[rows, h])
-
-
 def _index(rows: list[int], count: int) -> list[int] | slice:
     """Index for these rows of a tensor of `count`: a slice (no copy) if they are its first ones."""
     return slice(len(rows)) if rows == list(range(len(rows))) and len(rows) <= count else rows
@@ -814,8 +800,11 @@ def prefill(
             states = (chunked_apart if deterministic else chunked)(
                 flatten(tokens), starts, lengths, states, o, checkpoints=destinations
             )
-            if norm is not None and z is not None:
-                _normalise(o, z.flatten(0, 1), norm, starts, lengths, deterministic)
+            if z is not None:
+                gates = z.flatten(0, 1)
+                for start, length in zip(starts, lengths, strict=True):
+                    rows = slice(start, start + length)
+                    o[rows] = _finished(o[rows], o.dtype, norm, gates[rows])
         if state is not None:
             state[[slots[n] for n in active]] = rounded(states[active], state.dtype)
         if final_state is not None:

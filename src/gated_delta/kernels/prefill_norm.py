@@ -30,11 +30,10 @@ class PrefillNorm(PrefillKernel):
         self.V, self.dtype = V, DTYPES[dtype]
         self.threads, self.shared = THREADS, 4 * V
         self.vectors = range(0, V // 8, QUAD_VECTORS)
-        self.lane_rows = 2 if V <= 128 else 1
 
     def parts(self, args):
         """CTAs of a chunk slot."""
-        return args.size.HV * (CHUNK // (QUADS * self.lane_rows))
+        return args.size.HV * (CHUNK // QUADS)
 
     def ctas(self, args):
         return self.parts(args) * args.size.chunk_slots
@@ -47,22 +46,17 @@ class PrefillNorm(PrefillKernel):
         self.stage_weight(args, shared, thread)
         n = layout.find_sequence(args, slot, thread % hopper.WARP)
         sequence, chunk, tokens = layout.load_chunk(args, n, slot)
-        row = part * (QUADS * self.lane_rows) + thread // QUAD_VECTORS
-        rows = [
-            self.row(args, sequence, chunk, tokens, row + i * QUADS, thread)
-            for i in range(self.lane_rows)
-        ]
-        z = [self.load(z_at, active) for _, z_at, active in rows]
+        row = part * QUADS + thread // QUAD_VECTORS
+        o_at, z_at, active = self.row(args, sequence, chunk, tokens, row, thread)
+        z = self.load(z_at, active)
         hopper.wait_for_previous_kernel()
         cute.arch.sync_threads()
-        o = [self.load(o_at, active) for o_at, _, active in rows]
-        weight_at = shared + thread % QUAD_VECTORS * 32
-        for i, (o_at, _, active) in enumerate(rows):
-            rstd = rstd_of_vectors(args, o[i], self.dtype)
-            for j, vector in enumerate(self.vectors):
-                at = weight_at + 32 * vector
-                words = normalised_vector(args, o[i][j], z[i][j], rstd, at, self.dtype)
-                ptx.store_words(o_at + 16 * vector, words, active)
+        o = self.load(o_at, active)
+        weight_at, rstd = shared + thread % QUAD_VECTORS * 32, rstd_of_vectors(args, o, self.dtype)
+        for i, vector in enumerate(self.vectors):
+            at = weight_at + 32 * vector
+            words = normalised_vector(args, o[i], z[i], rstd, at, self.dtype)
+            ptx.store_words(o_at + 16 * vector, words, active)
 
     @cute.jit
     def stage_weight(self, args, shared, thread):
