@@ -548,6 +548,9 @@ def test_accepted_drafts_stay_in_their_rows(layers, bound, monkeypatch):
                 if track[n] >= 0:
                     whole[layer, 6] = after[n][track[n] + 1]
         before = caches.temporal[:, [3, 5]].clone()
+        drafter = SimpleNamespace(is_draft_worker=True, req_to_token_pool=None)
+        batch = SimpleNamespace(logical_forward_mode=ForwardMode.EXTEND, req_pool_indices=rows)
+        rings._before_extend(None, drafter, batch)  # of its own layers, in between: folds nothing
         steps, tracked = torch.tensor(accepted) - 1, (torch.tensor([6, 6, 6]), torch.tensor(track))
         with speculating(**kept):
             kvbuffer.commit(scatter_mamba_states_after_mtp_verify, caches, slots, steps, *tracked)
