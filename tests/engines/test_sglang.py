@@ -70,6 +70,7 @@ def _counts_of_its_own():
     torch.set_num_threads(1)
     process.state.calls.counts.clear()
     process.state.refused.clear()
+    process.state.ring = None
     torch.use_deterministic_algorithms(True, warn_only=True)
     assert torch.empty(1).isnan()
     with torch.inference_mode():
@@ -494,7 +495,7 @@ def test_drafts_in_a_kvbuffer_are_committed(layers, bound, tracked, request_rows
 
 
 @LAYERS
-def test_accepted_drafts_stay_in_their_rows(layers, bound, monkeypatch):
+def test_accepted_drafts_stay_in_their_rows(layers, bound):
     """For as long as another verify has room. Trees and a decode server's do not stay."""
     configurator, requests = (
         Configurator(layers),
@@ -512,7 +513,6 @@ def test_accepted_drafts_stay_in_their_rows(layers, bound, monkeypatch):
     with speculating(**kept):
         kvbuffer._replace(requests, configurator)
     caches, ring = requests.mamba_pool.mamba_cache, process.state.ring
-    monkeypatch.setattr(process.state, "ring", ring)
     assert caches.intermediate_ssm.ring is ring
     assert ring.buffer.u.shape[:3] == (2, 5, 12)
     for part in (ring.buffer.u, ring.buffer.k, ring.buffer.log_decay):
@@ -548,6 +548,9 @@ def test_accepted_drafts_stay_in_their_rows(layers, bound, monkeypatch):
                 if track[n] >= 0:
                     whole[layer, 6] = after[n][track[n] + 1]
         before = caches.temporal[:, [3, 5]].clone()
+        drafter = SimpleNamespace(is_draft_worker=True, req_to_token_pool=None)
+        batch = SimpleNamespace(logical_forward_mode=ForwardMode.EXTEND, req_pool_indices=rows)
+        rings._before_extend(None, drafter, batch)  # of its own layers, in between: folds nothing
         steps, tracked = torch.tensor(accepted) - 1, (torch.tensor([6, 6, 6]), torch.tensor(track))
         with speculating(**kept):
             kvbuffer.commit(scatter_mamba_states_after_mtp_verify, caches, slots, steps, *tracked)
@@ -680,7 +683,6 @@ def test_a_retracted_requests_state_is_whole(layers, bound, monkeypatch):
     with decoding(**decode):
         hooks["_build_hybrid_mamba_decode_req_pool"](requests, configurator)
     ring, states = process.state.ring, requests.mamba_pool.mamba_cache.temporal
-    monkeypatch.setattr(process.state, "ring", ring)
     for part in (ring.buffer.u, ring.buffer.k, ring.buffer.log_decay):
         part.fill_(POISON)
     states.copy_(torch.randn_like(states))
@@ -780,10 +782,10 @@ def test_a_rings_memory_is_reserved():
     assert configurator.extra_mamba_cache_bytes_per_req == 100
 
 
-def test_a_graph_steps_the_ring_as_it_replays(monkeypatch):
+def test_a_graph_steps_the_ring_as_it_replays():
     """Rows of new requests are emptied before a replay, not while SGLang captures a graph."""
     ring = rings.Ring(torch.zeros(1, P, HV, D, D), KVBuffer.empty(4, 3, H, HV, D, D, num_layers=1))
-    monkeypatch.setattr(process.state, "ring", ring)
+    process.state.ring = ring
     backend = SimpleNamespace(
         _forward_metadata=None,
         init_forward_metadata_out_graph=lambda batch, in_capture: None,

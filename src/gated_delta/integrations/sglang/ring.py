@@ -189,7 +189,7 @@ def _before_extend(_: None, runner: Any, batch: Any) -> None:
     """Folds the rows of requests that prefill: of mixed batches, and of sessions that go on."""
     ring, pool = process.state.ring, runner.req_to_token_pool
     mode = batch.logical_forward_mode
-    if ring is None or not mode.is_extend() or mode.is_target_verify():
+    if ring is None or runner.is_draft_worker or not mode.is_extend() or mode.is_target_verify():
         return
     ring.fold(batch.req_pool_indices, pool.get_mamba_indices(batch.req_pool_indices))
 
