@@ -1006,10 +1006,6 @@ BOTH_WAYS = SimpleNamespace(
         ({}, ""),
         (dict(mamba_cache_mode="align", use_v2_model_runner=True), ""),
         (dict(mamba_cache_mode="align"), "--no-enable-.*, or VLLM_USE_V2_MODEL_RUNNER=1"),
-        (
-            dict(mamba_cache_mode="align", use_v2_model_runner=True, mamba_block_size=3),
-            "--block-size 4 or more, got 3",
-        ),
         (dict(kv_transfer_config=CONNECTOR, use_v2_model_runner=True), ""),
         (dict(kv_transfer_config=CONNECTOR), "no KV connector, or VLLM_USE_V2_MODEL_RUNNER=1"),
         (
@@ -1042,7 +1038,7 @@ def test_what_a_kvbuffer_needs(
     case |= dict(use_ubatching=False, kv_transfer_config=None, replayssm_buffer_len=33, ring=False)
     case |= changed
     switch = vllm_kvbuffer.RING if case["ring"] else vllm_kvbuffer.DRAFTS
-    case = dict(use_v2_model_runner=False, mamba_block_size=16) | case
+    case = dict(use_v2_model_runner=False) | case
     config = SimpleNamespace(enable_chunked_prefill=True, **case)
     config.scheduler_config = config.cache_config = config.parallel_config = config
 

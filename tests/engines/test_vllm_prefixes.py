@@ -59,19 +59,21 @@ def test_a_state_without_a_block_is_noticed(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("cached", [True, False])
-def test_other_layers_with_states(cached: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as the short convolutions of Qwen3.8-Flash-Next."""
+def test_what_the_cache_must_not_have(cached: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other layers with states, as in Qwen3.8-Flash-Next; blocks shorter than drafts."""
     runner = vllm_steps.Runner(monkeypatch, 0, **COMMON | CASES["block"])
-    kvbuffer.refuse_others(runner.config)
     layers = runner.config.compilation_config.static_forward_context
-    layers["ple"] = object.__new__(type("ShortConv", (type(layers["states 0 0"]),), {}))
+    layer = layers["states 0 0"]
+    kvbuffer.refuse_cache(layer, runner.config, 4)
+    layers["ple"] = object.__new__(type("ShortConv", (type(layer),), {}))
     vars(layers["ple"]).update(buffered=False)
     if cached:
-        with pytest.raises(RuntimeError, match="KVBUFFER=1: ple needs --no-enable-prefix-caching"):
-            kvbuffer.refuse_others(runner.config)
+        needed = "every layer with states on gated_delta; --block-size 4 or more, got 3"
+        with pytest.raises(RuntimeError, match=f"0 needs --no-enable-prefix-caching, or {needed}"):
+            kvbuffer.refuse_cache(layer, runner.config, 3)
     else:
         monkeypatch.setattr(runner.config.cache_config, "mamba_cache_mode", "none")
-        kvbuffer.refuse_others(runner.config)
+        kvbuffer.refuse_cache(layer, runner.config, 3)
 
 
 def test_connectors_save_what_was_committed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,14 +57,14 @@ class Step:
         """sampled [batch]: tokens sampled in each row. The first block table counts for all."""
         if self.counts is None:
             before, taken = self.before[self.rows], sampled[self.rows]
-            # A prompt's only token, run as a decode, samples none before the prompt's end.
+            # A part of a prompt, of one token, runs as a decode and samples none.
             accepted = torch.minimum(taken.clamp(min=1), self.lens)
             end, column = before + accepted, before // self.block
             to_end = (column + 1) * self.block - before
             boundary = to_end * (to_end < accepted)
             last = ((end - 1) // self.block).clamp(max=self.columns - 1)
             self.counts = Counts(accepted, boundary, last, column.clamp(max=self.columns - 1))
-            # vLLM adds `sampled` to it.
+            # vLLM adds `sampled` to it, 0 or not.
             self.after = self.before.index_copy(0, self.rows, (end - taken).to(self.before.dtype))
         return self.counts
 

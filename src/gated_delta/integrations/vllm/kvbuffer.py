@@ -196,7 +196,7 @@ def lacks(layer: Any, backend: Any, vllm_config: Any) -> list[str]:
 def _lacks_of_runner(layer: Any, vllm_config: Any) -> dict[str, bool]:
     """By need: what vLLM's model runner lacks, in copying and sending states."""
     cache, connector = vllm_config.cache_config, vllm_config.kv_transfer_config
-    cached, block = cache.mamba_cache_mode != "none", cache.mamba_block_size
+    cached = cache.mamba_cache_mode != "none"
     if layer.ring:
         return {
             # Where a cached prefix ends vLLM copies a state without its row.
@@ -204,7 +204,7 @@ def _lacks_of_runner(layer: Any, vllm_config: Any) -> dict[str, bool]:
             "no draft tokens": layer.num_spec > 0,
             "no KV connector": connector is not None,  # it sends states alone
         }
-    v1, drafts = not vllm_config.use_v2_model_runner, 1 + layer.num_spec
+    v1 = not vllm_config.use_v2_model_runner
     extra = connector.kv_connector_extra_config if connector is not None else {}
     extras = [extra, *(x.get("kv_connector_extra_config", {}) for x in extra.get("connectors", ()))]
     return {
@@ -215,24 +215,25 @@ def _lacks_of_runner(layer: Any, vllm_config: Any) -> dict[str, bool]:
         "no bidirectional_kv_xfer of a KV connector": any(
             x.get("bidirectional_kv_xfer") for x in extras
         ),
-        f"--block-size {drafts} or more, got {block}": cached and (block or 0) < drafts,
     }
 
 
-def refuse_others(vllm_config: Any) -> None:
-    """Raises RuntimeError if vLLM's prefix cache has states of layers whose drafts are not ours.
+def refuse_cache(layer: Any, vllm_config: Any, block: int) -> None:
+    """Raises RuntimeError if drafts in a KVBuffer do not fit vLLM's prefix cache.
 
-    vLLM counts a request's accepted drafts once, for all of its states.
+    block: tokens of a block. vLLM counts a request's accepted drafts once, for all of its states.
     """
-    layers = vllm_config.compilation_config.static_forward_context
-    others = [
-        name
-        for name, layer in layers.items()
-        if isinstance(layer, MambaBase) and not getattr(layer, "buffered", False)
-    ]
-    if others and vllm_config.cache_config.mamba_cache_mode != "none":
-        needed = "--no-enable-prefix-caching, or every layer with states on gated_delta"
-        raise RuntimeError(f"{DRAFTS}=1: {others[0]} needs {needed}")
+    layers = vllm_config.compilation_config.static_forward_context.values()
+    ours = all(getattr(x, "buffered", False) for x in layers if isinstance(x, MambaBase))
+    drafts = 1 + layer.num_spec
+    missing = {
+        "every layer with states on gated_delta": not ours,
+        f"--block-size {drafts} or more, got {block}": block < drafts,
+    }
+    needed = [need for need, lacking in missing.items() if lacking]
+    if needed and vllm_config.cache_config.mamba_cache_mode != "none":
+        needs = f"--no-enable-prefix-caching, or {'; '.join(needed)}"
+        raise RuntimeError(f"{DRAFTS}=1: {layer.prefix} needs {needs}")
 
 
 def ring_tokens(vllm_config: Any) -> int:

@@ -131,7 +131,7 @@ class Core(Recurrence, abstract.MambaBase):
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
         spec = super().get_kv_cache_spec(vllm_config)
         if self.buffered:
-            kvbuffer.refuse_others(vllm_config)
+            kvbuffer.refuse_cache(self, vllm_config, spec.block_size)
             spec = replace(spec, num_speculative_blocks=0)
         if self.ring:
             spec = kvbuffer.with_rows(self, spec)
