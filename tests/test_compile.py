@@ -36,7 +36,13 @@ STACK_BYTES = {
 """Local memory allowed, by a part of the variant's label; all other variants use none."""
 LEVEL_STACK_BYTES = {("sm_80", "verify axis=channel K=128 V=128 state_dtype=fp32"): 8}
 """The same at other levels: of 16 drafts with a norm and a softplus gate."""
-BY_TILES = ("prefill_prepare", "prefill_scan", "prefill_transitions", "prefill_state_passing")
+BY_TILES = (
+    "prefill_prepare",
+    "prefill_scan",
+    "prefill_transitions",
+    "prefill_state_passing",
+    "prefill_norm",
+)
 SCANS = ("prefill_scan", "prefill_transitions")
 PREPARE_AND_SCAN = ("prefill_fused", "prefill_overlapped")
 PREFILL = (
