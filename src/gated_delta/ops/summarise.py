@@ -53,6 +53,8 @@ class Arguments(_Given):
     scale = None
     state = has_initial_state = final_state = None
     checkpoint_lens = checkpoint_indices = checkpoints = None
+    norm_weight = z = norm_activation = None
+    norm_eps = 0.0
     output_final_state = False
     null_index = -1
 
