@@ -200,6 +200,7 @@ def put_kvbuffer(fixture, layers):
         _get_mamba_layer_ids_for_req_pool=lambda: [0],
         mambaish_config=config,
         device=SIZES["device"],
+        pp_size=2,  # states are whole after every commit
     )
     tokens = SimpleNamespace(dtype=state.conv[0].dtype)
     kvbuffer._replace(pool, SimpleNamespace(**kinds, **vars(layer_ids), model_config=tokens))
