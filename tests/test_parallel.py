@@ -9,12 +9,14 @@ import re
 import socket
 import traceback
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import gated_delta as gd
+from benchmarks import parallel as benchmark
 from gated_delta import parallel, reference
 from gated_delta.problem import Tokens
 from gated_delta.testing.oracle import summary
@@ -205,6 +207,11 @@ def the_example_agrees():
     example.main()
 
 
+def the_benchmark_times_what_it_checked():
+    with mock.patch.object(benchmark, "slowest", lambda call: len(call())):
+        assert benchmark.times("gdn", "slow", 200, torch.device("cpu")) == (2, 2)
+
+
 def a_failing_rank_is_named_and_nothing_is_written():
     tokens, _ = batch("head", "slow", (300,))
     rank, ranks, pool = dist.get_rank(), dist.get_world_size(), torch.ones(1, HV, V, K)
@@ -299,6 +306,7 @@ CASES |= {
         nan_of_a_sequence_reaches_no_other,
         states_are_fp32_whatever_the_default_is,
         the_example_agrees,
+        the_benchmark_times_what_it_checked,
         a_failing_rank_is_named_and_nothing_is_written,
         bad_arguments_are_refused,
         ranks_that_disagree_are_named,
