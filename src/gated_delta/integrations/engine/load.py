@@ -40,6 +40,11 @@ def refused(calls: Iterable[Call], gpu: Gpu | torch.device | None = None) -> dic
     return reasons
 
 
+def why(refused: dict[str, str]) -> str:
+    """The reasons of `refused`, each once."""
+    return "; ".join(unique(refused.values()))
+
+
 def needed(calls: Iterable[Call], gpu: Gpu) -> list[compile.Variant]:
     """Every kernel that such calls launch, for any number of sequences."""
     problems = [api.describe(op, **arguments) for op, arguments in calls]

@@ -68,7 +68,7 @@ def sizes(configurator: Any) -> dict[str, Any] | None:
         ring = KVBuffer.empty(1, **arguments)
         calls = layer.calls(state_of(configurator, layer), ring=ring, folds=True)["decode"]
         refused = load.refused(calls) or card_check.failing(calls, process.LOG)
-        missing = "; ".join(refused.values())
+        missing = load.why(refused)
         if not missing:
             layer_ids = configurator._get_mamba_layer_ids_for_req_pool()
             return arguments | dict(num_layers=len(layer_ids))

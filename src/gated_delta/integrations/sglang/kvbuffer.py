@@ -86,7 +86,7 @@ def sizes(configurator: Any) -> dict[str, Any] | None:
                 tree=tree,
             )["verify"]
             refused = load.refused(calls) or card_check.failing(calls, process.LOG)
-            missing = "; ".join(refused.values())
+            missing = load.why(refused)
             if not missing:
                 layer_ids = configurator._get_mamba_layer_ids_for_req_pool()
                 return arguments | dict(num_layers=len(layer_ids))

@@ -166,7 +166,7 @@ def check(backend: Any, runner: Any) -> None:
             calls = by_mode[mode]
             refused = load.refused(calls) or card_check.failing(calls, process.LOG)
             if refused:
-                why = process.state.left[kind, mode] = "; ".join(refused.values())
+                why = process.state.left[kind, mode] = load.why(refused)
                 if own_ring and mode == "decode":
                     raise UnsupportedProblem(process.RING_NEEDS, tuple(refused.values()))
                 process.LOG.warning(
