@@ -35,11 +35,12 @@ demo: $(READY)
 
 # Workers steal tests from each other: compiling kernels takes half of the time.
 test: lint
-	$(BIN)/pytest -n 2 --dist worksteal
+	$(BIN)/pytest -n 2 --dist worksteal -m "not compiles"
 
 # The kernels on a CPU, by an emulator of their PTX: results and races, not speed.
 test-kernels: $(READY)
 	$(BIN)/pytest -n 2 --dist worksteal tests/emulator
+	$(BIN)/pytest -n 2 --dist worksteal -m compiles tests/test_compile.py
 
 # The wheel in an environment of its own, with the oldest dependencies that pyproject.toml allows:
 # first alone, then with its compiler. If no index has the oldest torch's CPU build: $(TORCH).

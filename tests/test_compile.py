@@ -182,6 +182,7 @@ CHAINS_OF_16 = {
 """Those with most rows a warp, hence most registers."""
 
 
+@pytest.mark.compiles
 @needs_compiler
 @pytest.mark.usefixtures("shared")
 @pytest.mark.parametrize("chain", CHAINS_OF_16.values(), ids=str)
@@ -289,6 +290,7 @@ OF_LEVELS = [
 ]
 
 
+@pytest.mark.compiles
 @needs_compiler
 @pytest.mark.usefixtures("shared")
 @pytest.mark.parametrize(("arch", "variant"), OF_LEVELS, ids=str)
@@ -299,6 +301,7 @@ def test_registers_and_spills_of_other_levels(arch, variant):
     assert resources.stack <= LEVEL_STACK_BYTES.get((arch, variant.label.partition(" dtype")[0]), 0)
 
 
+@pytest.mark.compiles
 @needs_compiler
 @pytest.mark.usefixtures("shared")
 @pytest.mark.parametrize("kernel", ["decode", "verify", "flush", "short_conv", *BY_TILES])
