@@ -585,6 +585,11 @@ BUFFER = {"buffer_u": "buffer.u", "buffer_k": "buffer.k", "buffer_log_decay": "b
 """A KVBuffer's tensors among an operation's arguments, and their names in errors."""
 
 
+def _lead(a: Any) -> str:
+    """The first two dimensions of what has a row a token."""
+    return "N T" if a.cu_seqlens is None else "1 total"
+
+
 class Checker:
     """Checks a call argument by argument, and collects the facts of its Problem."""
 
@@ -647,14 +652,14 @@ class Checker:
     def lead(self, a: Any, query: str = "q") -> str:
         """Check cu_seqlens; the first two dimensions of q and of what else has a row a token."""
         if a.cu_seqlens is None:
-            return "N T"
+            return _lead(a)
         self.index("cu_seqlens", a.cu_seqlens, "N+1")
         if a.cu_seqlens.shape[0] < 1:
             raise ValueError("cu_seqlens: expected shape [N+1], got [0]")
         if isinstance(a.q, Tensor) and a.q.shape[:1] != (1,):
             expected = "expected packed tokens [1, total, H, K] with cu_seqlens"
             raise ValueError(f"{query}: {expected}, got {list(a.q.shape)}")
-        return "1 total"
+        return _lead(a)
 
     def tokens(self, a: Any, query: str = "q") -> None:
         """Check q to cu_seqlens of a call with tokens, with gate, scale and flags.
@@ -751,9 +756,8 @@ class Checker:
         if a.z is None:
             raise ValueError("z: expected a tensor with norm, got None")
         if grouped and isinstance(a.z, Tensor) and a.z.ndim == 5:
-            lead = "N T" if a.cu_seqlens is None else "1 total"
             self.sizes["HV/H"] = self.sizes["HV"] // self.sizes["H"]
-            self.tensor("z", a.z, (a.v.dtype,), f"{lead} H HV/H V")
+            self.tensor("z", a.z, (a.v.dtype,), f"{_lead(a)} H HV/H V")
         else:
             self.like_v("z", a.z, a.v)
         last_dim_contiguous("z", a.z)
@@ -770,8 +774,7 @@ class Checker:
         if a.norm_weight is None:
             absent("out_scales", scales, "without norm")
         self.like_v("out", a.out, a.v, FP8)
-        lead = "N T" if a.cu_seqlens is None else "1 total"
-        dims = {0: "", 1: "1"}.get(getattr(scales, "ndim", 3), f"{lead} HV")
+        dims = {0: "", 1: "1"}.get(getattr(scales, "ndim", 3), f"{_lead(a)} HV")
         self.tensor("out_scales", scales, (torch.float32,), dims)
         self.option("fp8", True)
 

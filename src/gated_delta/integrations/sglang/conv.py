@@ -105,7 +105,7 @@ class Convolution:
             )
         )
         if not self.missing:
-            rows = mixed_qkv if whole else torch.empty_like(mixed_qkv, memory_format=CONTIGUOUS)
+            rows = mixed_qkv if whole else mixed_qkv.new_empty(mixed_qkv.shape)
             try:
                 api.short_conv(
                     q[None],
@@ -134,9 +134,6 @@ class Convolution:
                 f"gated_delta leaves GDN's convolution to the engine's kernel; ours needs {missing}"
             )
         self.missing = missing
-
-
-CONTIGUOUS = torch.contiguous_format
 
 
 def parts_of(attn: Any, rows: Tensor) -> tuple[Tensor, ...]:

@@ -113,9 +113,7 @@ class Operations:
     def _step(
         self, tokens: Tokens, given: Given, missing: str, engine: Any, ring: KVBuffer | None = None
     ) -> Tensor:
-        norm, own_ring = self._norm(tokens, given), process.state.ring
-        if own_ring and own_ring.drafts:  # its rows are folded before a decode
-            own_ring = None
+        norm, own_ring = self._norm(tokens, given), process.state.decode_ring
 
         def ours(backend: str) -> Tensor:
             q, k, v, a, b = tokens

@@ -44,7 +44,7 @@ class State:
     when its tensor does. Only `sglang` writes it, once for each batch.
     norms: per layer's A_log, by identity, the norm that our calls include. splitting: the one whose
     layer splits its projection next.
-    ring: the `ring.Ring` of the engine's pool, if decode has one.
+    ring: the `ring.Ring` of the engine's pool, if decode or drafts have one.
     """
 
     deterministic: bool = False
@@ -56,6 +56,11 @@ class State:
     norms: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
     splitting: Any = None
     ring: Any = None
+
+    @property
+    def decode_ring(self) -> Any:
+        """The ring, if decode appends to its rows; rows of drafts are folded before a decode."""
+        return None if self.ring and self.ring.drafts else self.ring
 
     def count(self, layers: str, mode: str, route: str, missing: str = "") -> None:
         """missing: why the engine's own kernel ran; "" if ours did."""

@@ -145,9 +145,7 @@ def check(backend: Any, runner: Any) -> None:
         caches = runner.req_to_token_pool.mamba2_layer_cache(layer_id)
         scratch = getattr(caches, "intermediate_ssm", None)
         tracked = get_exec().mamba.enable_mamba_extra_buffer
-        ring, own_ring = None, process.state.ring
-        if own_ring and own_ring.drafts:
-            own_ring = None
+        ring, own_ring = None, process.state.decode_ring
         if own_ring:
             ring = own_ring.arguments(caches.temporal, 1)["buffer"]
         elif get_exec().mamba.enable_linear_replayssm:
