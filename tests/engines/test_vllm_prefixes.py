@@ -14,6 +14,7 @@ import torch
 import vllm_steps
 
 from gated_delta import problem
+from gated_delta.integrations.engine import state_check
 from gated_delta.integrations.vllm import commit, kvbuffer
 
 COMMON = dict(max_num_seqs=6, max_num_batched_tokens=64)
@@ -41,6 +42,53 @@ def test_every_hashed_block(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rare = {"aborted", "preempted", "one-token rest", "one-token part"}
     assert [x for x, n in runner.seen.items() if not n and x not in rare] == []
     assert runner.seen["checked"] > 1000
+
+
+class Faulty:
+    """gated_delta's operations; a flush of one sequence is wrong. name: of its request."""
+
+    def __init__(self, runner: Any, fault: str):
+        self.api, self.runner, self.fault, self.name = kvbuffer.api, runner, fault, ""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.api, name)
+
+    def flush(self, states: Any, buffer: Any, num_accepted: Any, **given: Any) -> None:
+        check, own = self.runner.model.gated_delta_steps.check, given["state_indices"]
+        requests = {slot: x.name for (_, slot), (x, _) in check._at.items() if x.logs}
+        folded = (num_accepted > 1).nonzero().flatten().tolist()
+        named = ((n, requests.get(int(own[n]))) for n in folded)
+        named = ((n, name) for n, name in named if name and self.name in ("", name))
+        n, name = next(named, (0, "")) if self.runner.seen["checked"] > 500 else (0, "")
+        if not name:
+            self.api.flush(states, buffer, num_accepted, **given)
+            return
+        self.name = name
+        to, counts = given.get("write_indices", own).clone(), num_accepted.clone()
+        given["write_indices"] = to
+        if self.fault == "left out":
+            counts[n] = 0
+        if self.fault == "wrong slot":
+            to[n] = -1
+        self.api.flush(states, buffer, counts, **given)
+        if self.fault == "twice":
+            given["state_indices"] = to
+            self.api.flush(states, buffer, counts * (torch.arange(len(to)) == n), **given)
+
+
+@pytest.mark.parametrize("fault", ["left out", "wrong slot", "twice"])
+def test_a_wrong_flush_is_reported(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With GATED_DELTA_CHECK=1, by the name of its request; a clean run is silent, as above."""
+    monkeypatch.setattr(problem, "CHECK", True)
+    monkeypatch.setattr(state_check, "SAMPLE", 1)
+    runner = vllm_steps.Runner(monkeypatch, 0, **COMMON | CASES["block"])
+    monkeypatch.setattr(torch.testing, "assert_close", lambda *_, **__: None)
+    faulty = Faulty(runner, fault)
+    monkeypatch.setattr(kvbuffer, "api", faulty)
+    found = r"CHECK: request \d+, states \d \d, slot \d+: the state after \d+ tokens is off"
+    with pytest.raises(RuntimeError, match=found) as error:
+        runner.serve(40)
+    assert f"request {faulty.name}, " in str(error.value)
 
 
 def test_a_state_without_a_block_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -278,7 +278,8 @@ class Runner(Steps):
         from vllm.v1.worker.gpu.model_states import default, mamba_hybrid, recoverssm
         from vllm.v1.worker.utils import AttentionGroup
 
-        from gated_delta.integrations.vllm import commit, kvbuffer, layers, process
+        from gated_delta import problem
+        from gated_delta.integrations.vllm import checking, commit, kvbuffer, layers, process
 
         self.monkeypatch = monkeypatch
         self.asynchronous = options.pop("asynchronous", False)
@@ -314,6 +315,11 @@ class Runner(Steps):
         monkeypatch.setattr(base, "add_request", lambda *_: None)
         monkeypatch.setattr(kind, "__init__", kind.__init__)
         commit.at_recoverssm_seam.__wrapped__()
+        if problem.CHECK:
+            for name in ("add_request", "preprocess_state", "postprocess_state"):
+                monkeypatch.setattr(kind, name, getattr(kind, name))
+            monkeypatch.setattr(layers, "api", layers.api)
+            checking.hook.__wrapped__()
         self.model = kind(self.config, None, None, torch.device("cpu"))
         self.model._mamba_ctx = Copies(self)
         self.groups: list[list[Any]] = [[]]
@@ -395,7 +401,7 @@ class Runner(Steps):
         inputs.is_prefilling_np = known < prefill
         inputs.prefill_runs_as_decode_np = (known < prefill) & (new == 1) & (known > 0)
         inputs.num_draft_tokens_per_req = np.array(drafts, np.int32)
-        self.model.preprocess_state(inputs, None, self.cache, self.computed)
+        self.model.preprocess_state(inputs, self._tables(), self.cache, self.computed)
         texts = []
         for request, s, n, k in zip(requests, lens, self.computed[rows].tolist(), drafts):
             text = tuple([*request.tokens, *request.drafts[:k]][: n + s])

@@ -33,10 +33,10 @@ from vllm.model_executor.layers.mamba.ops import causal_conv1d
 from vllm.utils.torch_utils import _encode_layer_name
 from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 
-from gated_delta import __version__, api
+from gated_delta import __version__, api, problem
 from gated_delta.compile import flag
 from gated_delta.integrations.checks import in_chunks
-from gated_delta.integrations.vllm import commit, cuts, kvbuffer, process, start
+from gated_delta.integrations.vllm import checking, commit, cuts, kvbuffer, process, start
 from gated_delta.integrations.vllm.calls import Recurrence
 from gated_delta.integrations.vllm.start import BACKEND, DEVICE
 from gated_delta.ops.launch import MAX_NORM
@@ -83,6 +83,8 @@ class Core(Recurrence, abstract.MambaBase):
         if self.buffered:
             v2 = vllm_config.use_v2_model_runner
             (commit.at_recoverssm_seam if v2 else kvbuffer.fold_after_sampling)()
+        if problem.CHECK:
+            checking.start(vllm_config)
         if self.ring:
             kvbuffer.widen_pages()
             row = self.buffer(1, "meta").nbytes / 2**10

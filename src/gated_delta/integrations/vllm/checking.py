@@ -1,0 +1,131 @@
+"""GATED_DELTA_CHECK=1 in vLLM: states in its prefix cache are worked out again, from their tokens.
+
+What vLLM may hash is compared: the state at a block's end, the one at the end of a part of a
+prompt, and those that a prefill keeps inside of one. Imports vLLM; layers.py imports it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
+
+from gated_delta import api
+from gated_delta.integrations.engine.state_check import Checked, StateCheck
+from gated_delta.integrations.vllm import process
+
+
+class Steps:
+    """The steps of vLLM's second model runner, for a StateCheck.
+
+    block: tokens of a block. names: the requests, by vLLM's row. Of the step that runs: rows, by
+    the batch's order, and each layer's blocks by sequence.
+    """
+
+    def __init__(self, block: int):
+        self.block, self.check = block, StateCheck({}, NULL_BLOCK_ID)
+        self.names: dict[int, str] = {}
+        self.rows: list[int] = []
+        self.blocks: dict[str, list[list[int]]] = {}
+
+    def begin(self, row: int, request: Any) -> None:
+        self.names[row] = request.req_id
+        self.check.begin(request.req_id, request.num_computed_tokens)
+
+    def before(self, batch: Any, tables: Any, cache: Any) -> None:
+        """A step's requests and blocks, after vLLM has copied states from block to block."""
+        if not self.check.layers:
+            self.watch()
+        self.rows = batch.idx_mapping[: batch.num_reqs].tolist()
+        groups = enumerate(cache.kv_cache_groups)
+        blocks = {layer: tables[n] for n, x in groups for layer in x.layer_names}
+        self.blocks = {x: blocks[x][: len(self.rows)].tolist() for x in self.check.layers}
+        after = batch.seq_lens[: len(self.rows)].tolist()
+        starts = batch.query_start_loc[: len(self.rows) + 1].diff().tolist()
+        before = [end - n for end, n in zip(after, starts, strict=True)]
+        columns = [max(end - 1, 0) // self.block for end in after]
+        slots = {
+            layer: [line[column] for line, column in zip(lines, columns, strict=True)]
+            for layer, lines in self.blocks.items()
+        }
+        self.check.step([self.names[row] for row in self.rows], before, after, slots)
+
+    def watch(self) -> None:
+        """Has the layers' calls seen, when vLLM has given them their states."""
+        from gated_delta.integrations.vllm import layers
+
+        ours = [x for x in process.in_order() if not x.refused]
+        self.check.layers = {x.prefix: x.kv_cache[1] for x in ours}
+        layers.api = Checked(api, self.check)  # type: ignore[assignment]
+
+    def after(self, computed: Any) -> None:
+        """Compares, when vLLM has committed the step. computed: tokens of each row."""
+        for n, row in enumerate(self.rows):
+            request = self.check.requests[self.names[row]]
+            end = int(computed[row])
+            ends = {end // self.block * self.block}
+            if request.whole == request.after == end:  # of a part of a prompt
+                ends.add(end)
+            for tokens in sorted(x for x in ends if x > request.before):
+                column = (tokens - 1) // self.block
+                lines = ((layer, lines[n]) for layer, lines in self.blocks.items())
+                slots = {layer: line[column] for layer, line in lines}
+                kept = {layer: slot for layer, slot in slots.items() if slot > NULL_BLOCK_ID}
+                self.check.compare(request.name, tokens, kept)
+        self.rows = []
+        self.check.end_step()
+
+
+def start(vllm_config: Any) -> None:
+    """Hooks into vLLM's second model runner, which keeps its blocks' states.
+
+    Raises RuntimeError if CUDA graphs would run decode without a call.
+    """
+    cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
+    lacking = {
+        "--enable-prefix-caching": cache.mamba_cache_mode != "align",
+        "VLLM_USE_V2_MODEL_RUNNER=1": not vllm_config.use_v2_model_runner,
+        "--pipeline-parallel-size 1": parallel.pipeline_parallel_size > 1,
+    }
+    if needs := "; ".join(need for need, lacks in lacking.items() if lacks):
+        process.logger().warning_once(f"GATED_DELTA_CHECK=1 compares no states: it needs {needs}")
+        return
+    if vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
+        raise RuntimeError("GATED_DELTA_CHECK=1 needs --enforce-eager: graphs run no Python")
+    hook()
+
+
+@functools.cache
+def hook() -> None:
+    """Has the runner's steps compared."""
+    from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState as State
+
+    build, add, before, after = (
+        getattr(State, x)
+        for x in ("__init__", "add_request", "preprocess_state", "postprocess_state")
+    )
+
+    @functools.wraps(build)
+    def built(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        build(self, vllm_config, *args, **kwargs)
+        self.gated_delta_steps = Steps(vllm_config.cache_config.mamba_block_size)
+
+    @functools.wraps(add)
+    def added(self: Any, row: int, request: Any) -> None:
+        add(self, row, request)
+        self.gated_delta_steps.begin(row, request)
+
+    @functools.wraps(before)
+    def preprocessed(self: Any, batch: Any, tables: Any, cache: Any, computed: Any) -> None:
+        before(self, batch, tables, cache, computed)
+        self.gated_delta_steps.before(batch, tables, cache)
+
+    @functools.wraps(after)
+    def postprocessed(self: Any, rows: Any, sampled: Any, computed: Any = None) -> None:
+        after(self, rows, sampled, computed)
+        if computed is not None:
+            self.gated_delta_steps.after(computed)
+
+    for method in (built, added, preprocessed, postprocessed):
+        setattr(State, method.__name__, method)
