@@ -21,6 +21,7 @@ if states:
 
 from gated_delta import api, dispatch, gpus, ops
 from gated_delta.integrations.engine import load as start
+from gated_delta.integrations.engine import state_check
 from gated_delta.integrations.engine.calls import Calls
 from gated_delta.integrations.sglang import process
 
@@ -67,6 +68,18 @@ def record(kernels):
         operation.run_reference = noted(operation, operation.run_reference)
 
 
+def count_compared(folder):
+    """Has the checking mode work out every request; writes the number of states compared."""
+    state_check.SAMPLE, compare = 1, state_check.StateCheck._compare
+
+    def counted(self, *args):
+        compare(self, *args)
+        with open(os.path.join(folder, str(os.getpid())), "w") as file:
+            json.dump(self.compared, file)
+
+    state_check.StateCheck._compare = counted
+
+
 # With a CPU's only attention, and torch's own kernels.
 if case["engine"].get("enable_deterministic_inference"):
     from sglang.srt.arg_groups import choices
@@ -97,6 +110,8 @@ if "kernels" in case:
     record(case["kernels"])
 if "on_gpu" in case:
     start.gpu_of = lambda device: gpus.H200
+if "check" in case:
+    count_compared(case["check"])
 if "backend" in case:
     process.backend_for = lambda x: case["backend"]
 

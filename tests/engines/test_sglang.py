@@ -1422,6 +1422,10 @@ class Run:
         case = dict(prompts=PROMPTS, new_tokens=NEW) | case
         case |= dict(model=str(model), engine=engine, reports=str(reports))
         case |= dict(kernels=str(self.kernels)) if starts else {}
+        self.checked = tmp_path / "checked"
+        if "GATED_DELTA_CHECK" in dict(variables):
+            self.checked.mkdir()
+            case |= dict(check=str(self.checked))
         environment = os.environ | dict(
             SGLANG_CASE=json.dumps(case), SGLANG_MAMBA_CONV_DTYPE="float32", OMP_NUM_THREADS="1"
         )
@@ -1464,6 +1468,10 @@ class Run:
 
     def cached(self, n):
         return [one["cached"] for one in self.rounds[n]]
+
+    def compared(self):
+        """The states that the checking mode compared."""
+        return sum(json.loads(file.read_text()) for file in self.checked.iterdir())
 
 
 def test_engine_with_chunked_prefill_and_the_prefix_cache(qwen3_5, expected, tmp_path):
@@ -1662,7 +1670,7 @@ class InRing(Run):
     def __init__(self, model, tmp_path, engine, variables=()):
         states = tmp_path / "states"
         states.mkdir()
-        variables = dict(variables) | dict(GATED_DELTA_SGLANG_RING="1")
+        variables = dict(variables) | dict(GATED_DELTA_SGLANG_RING="1", GATED_DELTA_CHECK="1")
         case = dict(new_tokens=LONG, states=str(states))
         super().__init__(model, tmp_path, OURS | RING | engine, variables, **case)
         (self.states,) = (json.loads(file.read_text()) for file in states.iterdir())
@@ -1674,6 +1682,7 @@ class InRing(Run):
         assert self.tokens(2) == others
         assert self.states["snapshots"] >= 3 * 3  # layers, prompts
         assert self.states["worst"] < 1e-5
+        assert self.compared() >= self.states["snapshots"]
 
 
 @pytest.fixture(scope="session")
@@ -1711,11 +1720,12 @@ def test_engine_that_folds_drafts_seldom(qwen3_5, expected, tmp_path):
         speculative_ngram_max_bfs_breadth=1,
     )
     variables = dict(GATED_DELTA_SGLANG_KVBUFFER="1", SGLANG_TEST_RETRACT="1")
-    run = Run(qwen3_5, tmp_path, OURS | RING | lines, variables)
+    run = Run(qwen3_5, tmp_path, OURS | RING | lines, variables | dict(GATED_DELTA_CHECK="1"))
     assert run.tokens(0) == run.tokens(1) == expected
     assert run.log.count("retract") >= 5
     assert run.cached(1)[1] >= 128
     assert "seldom needs" not in run.log
+    assert run.compared() >= 3 * 3  # layers, prompts
     run.looked_for_what_it_needs(unused="decode ")
 
 

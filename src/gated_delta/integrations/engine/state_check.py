@@ -132,6 +132,11 @@ class StateCheck:
         """The engine's states are those after the step's tokens; calls are no longer of them."""
         self._at = {}
 
+    def request_in(self, layer: str, slot: int) -> Request | None:
+        """The request whose state of that layer is in this slot, in the step that runs."""
+        request, _ = self._at.get((self.layers[layer].data_ptr(), slot), (None, ""))
+        return request
+
     def see(self, op: str, call: Mapping[str, Any]) -> None:
         """A layer's call of prefill, decode or verify, before it runs.
 

@@ -14,10 +14,10 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from gated_delta import __version__
+from gated_delta import __version__, problem
 from gated_delta.compile import flag
 from gated_delta.integrations.checks import in_chunks
-from gated_delta.integrations.sglang import decode_ring, kvbuffer, process, ring, start
+from gated_delta.integrations.sglang import checking, decode_ring, kvbuffer, process, ring, start
 from gated_delta.integrations.sglang.kernels import kernel_class
 
 _LINEAR = "sglang.srt.layers.attention.linear."
@@ -67,6 +67,8 @@ def register() -> None:
         kvbuffer.register()
     if in_ring:
         decode_ring.register()
+    if problem.CHECK:
+        checking.register()
 
 
 def _before_choices(server_args: Any) -> None:
@@ -151,6 +153,8 @@ def _prepare(_: None, backend: Any, runner: Any, *__: Any, **___: Any) -> None:
     """Loads a new attention backend's kernels, and gives it the ring."""
     start.check(backend, runner)
     ring.attach(backend)
+    if problem.CHECK:
+        checking.attach(backend, runner)
 
 
 def _record_longest(_: None, backend: Any, batch: Any, *__: Any, **___: Any) -> None:

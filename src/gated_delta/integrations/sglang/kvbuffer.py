@@ -25,9 +25,7 @@ from gated_delta.replaced import replaced
 CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 BUILDERS = ("_build_hybrid_req_pool", "_build_hybrid_mamba_decode_req_pool")
 """Its methods that build the pool of states; the second is a decode server's."""
-_COMMIT = (
-    "sglang.kernels.ops.mamba.mamba_state_scatter_triton.scatter_mamba_states_after_mtp_verify"
-)
+COMMIT = "sglang.kernels.ops.mamba.mamba_state_scatter_triton.scatter_mamba_states_after_mtp_verify"
 _ACCEPTED = "sglang.srt.speculative.spec_utils.commit_mamba_states_after_verify"
 
 
@@ -55,7 +53,7 @@ def register() -> None:
     for build in BUILDERS:
         HookRegistry.register(f"{CONFIGURATOR}.{build}", _replace, HookType.AFTER)
     HookRegistry.register(_ACCEPTED, keep_path, HookType.BEFORE)
-    HookRegistry.register(_COMMIT, commit, HookType.AROUND)
+    HookRegistry.register(COMMIT, commit, HookType.AROUND)
     register_folds()
 
 

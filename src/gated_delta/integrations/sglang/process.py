@@ -45,6 +45,7 @@ class State:
     norms: per layer's A_log, by identity, the norm that our calls include. splitting: the one whose
     layer splits its projection next.
     ring: the `ring.Ring` of the engine's pool, if decode or drafts have one.
+    check: the `StateCheck` of its snapshots, in the checking mode.
     """
 
     deterministic: bool = False
@@ -56,6 +57,7 @@ class State:
     norms: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
     splitting: Any = None
     ring: Any = None
+    check: Any = None
 
     @property
     def decode_ring(self) -> Any:
