@@ -11,7 +11,6 @@ from typing import Any
 
 from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 
-from gated_delta import api
 from gated_delta.integrations.engine.state_check import Checked, StateCheck
 from gated_delta.integrations.vllm import process
 
@@ -57,7 +56,7 @@ class Steps:
 
         ours = [x for x in process.in_order() if not x.refused]
         self.check.layers = {x.prefix: x.kv_cache[1] for x in ours}
-        layers.api = Checked(api, self.check)  # type: ignore[assignment]
+        layers.api = Checked(layers.api, self.check)  # type: ignore[assignment]
 
     def after(self, computed: Any) -> None:
         """Compares, when vLLM has committed the step. computed: tokens of each row."""

@@ -31,6 +31,8 @@ from gated_delta.problem import MAX_BUFFER, KVBuffer, unique
 from gated_delta.replaced import replaced
 
 DRAFTS, RING = "GATED_DELTA_VLLM_KVBUFFER", "GATED_DELTA_VLLM_RING"
+KIMI_K3 = "KIMI_K3_KDA"
+"""vLLM's name of its attention backend for Kimi K3's layers."""
 
 
 class Builder(GDNAttentionMetadataBuilder):
@@ -160,6 +162,17 @@ class Backend(GDNAttentionBackend):
         return Builder
 
 
+def backend_for(theirs: Any) -> Any:
+    """Ours in place of vLLM's attention backend for a layer; None for one that we do not know."""
+    if theirs is GDNAttentionBackend:
+        return Backend
+    if theirs.get_name() != KIMI_K3:
+        return None
+    from gated_delta.integrations.vllm import kimi_k3
+
+    return kimi_k3.Backend
+
+
 @torch.inference_mode(False)  # so that any mode may write to it
 def _zeros(n: int, device: Any) -> Tensor:
     return torch.zeros(n, dtype=torch.int32, device=device)
@@ -182,13 +195,16 @@ def lacks(layer: Any, backend: Any, vllm_config: Any) -> list[str]:
     backend: vLLM's attention backend for it.
     """
     reasons = "; ".join(unique(layer.refused.values()))
-    parallel = vllm_config.parallel_config
+    parallel, k3 = vllm_config.parallel_config, backend.get_name() == KIMI_K3
     missing = {
         f"every operation on gated_delta, whose kernels lack {reasons}": bool(layer.refused),
         **_lacks_of_runner(layer, vllm_config),
         "--pipeline-parallel-size 1": parallel.pipeline_parallel_size > 1,
         "no --enable-dbo, no --ubatch-size": parallel.use_ubatching,
-        "vLLM's metadata for GDN, not Kimi K3's": backend is not GDNAttentionBackend,
+        "VLLM_USE_V2_MODEL_RUNNER=1 for Kimi K3": k3 and not vllm_config.use_v2_model_runner,
+        "vLLM's metadata for GDN" + ("" if k3 else " or Kimi K3"): (
+            backend_for(backend) is None or (k3 and layer.ring > 0)
+        ),
     }
     return [needed for needed, lacking in missing.items() if lacking]
 

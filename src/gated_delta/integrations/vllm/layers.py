@@ -152,8 +152,8 @@ class Core(Recurrence, abstract.MambaBase):
 
     def get_attn_backend(self) -> Any:
         if not envs.VLLM_BATCH_INVARIANT:
-            ours = self.buffered or self.ring
-            return kvbuffer.Backend if ours else super().get_attn_backend()
+            theirs = super().get_attn_backend()
+            return kvbuffer.backend_for(theirs) if self.buffered or self.ring else theirs
         if missing := self._lacks_for_invariance():
             raise RuntimeError(f"VLLM_BATCH_INVARIANT=1: {self.prefix} needs {'; '.join(missing)}")
         # MambaBase's raises: vLLM's kernels vary with the batch.
