@@ -34,11 +34,15 @@ class Saving(vllm_steps.Runner):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_hashed_block(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ring", [0, 3, 31])
+def test_every_hashed_block(case: str, ring: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts, or decode's ring of some tokens."""
     monkeypatch.setattr(problem, "CHECK", True)
-    runner = Saving(monkeypatch, 0, **COMMON | CASES[case])
+    options = COMMON | CASES[case] | dict(ring=ring, channels=ring == 31)
+    runner = Saving(monkeypatch, 0, **options)
     runner.serve(40)
     rare = {"aborted", "preempted", "one-token rest", "one-token part"}
+    rare |= {"past a block", "short of a block", "end of a block"} if ring else {"went on"}
     assert [x for x, n in runner.seen.items() if not n and x not in rare] == []
     assert runner.seen["checked"] > 1000
 
