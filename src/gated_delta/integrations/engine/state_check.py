@@ -72,13 +72,15 @@ class Log:
 
 @dataclass
 class Request:
-    """before: tokens computed before the step that runs. after: with all of the step's.
+    """before: tokens computed before the step that runs. least, after: with the step's, of which
+    drafts may be rejected.
 
     whole: tokens that the states had when they were exact last, at the start or after a prefill.
     """
 
     name: str
     before: int
+    least: int
     after: int
     whole: int
     sampled: bool
@@ -102,7 +104,12 @@ class StateCheck:
     def begin(self, name: str, tokens: int) -> None:
         """A request starts or resumes, with so many tokens computed: no row has any of them."""
         sampled = zlib.crc32(name.encode()) % SAMPLE == 0
-        self.requests[name] = Request(name, tokens, tokens, tokens, sampled)
+        self.requests[name] = Request(name, tokens, tokens, tokens, tokens, sampled)
+
+    def goes_on(self, name: str, tokens: int) -> bool:
+        """Whether a request with so many tokens goes on from its last step."""
+        known = self.requests.get(name)
+        return known is not None and known.least <= tokens <= known.after
 
     def step(
         self,
@@ -110,15 +117,17 @@ class StateCheck:
         before: Sequence[int],
         after: Sequence[int],
         slots: Mapping[str, Sequence[int]],
+        least: Sequence[int] | None = None,
     ) -> None:
-        """What runs next. slots: each layer's, by request: where its state is now.
+        """What runs next. slots: each layer's, by request: where its state is now. least: as after,
+        if all drafts are rejected.
 
         Raises RuntimeError for a request without a slot, and for two requests in one.
         """
         self._at = {}
         for n, name in enumerate(names):
             request = self.requests[name]
-            request.before, request.after = before[n], after[n]
+            request.before, request.least, request.after = before[n], (least or after)[n], after[n]
             request.slots = {layer: of_layer[n] for layer, of_layer in slots.items()}
             for layer, slot in request.slots.items():
                 if slot <= self.null:

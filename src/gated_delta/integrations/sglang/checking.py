@@ -65,9 +65,9 @@ def _step(check: StateCheck, batch: Any, indices: Tensor) -> None:
     """The requests of a batch and their slots. One that comes anew, or comes back, begins."""
     mode, names = batch.logical_forward_mode, batch.rids or []
     slots, before = indices[: len(names)].tolist(), batch.seq_lens[: len(names)].tolist()
-    lengths = [1] * len(names)
+    lengths, fewest = [1] * len(names), 0
     if mode.is_target_verify():
-        lengths = [batch.spec_info.draft_token_num] * len(names)
+        lengths, fewest = [batch.spec_info.draft_token_num] * len(names), 1
     elif mode.is_extend():
         before = batch.extend_prefix_lens[: len(names)].tolist()
         lengths = batch.extend_seq_lens[: len(names)].tolist()
@@ -75,11 +75,12 @@ def _step(check: StateCheck, batch: Any, indices: Tensor) -> None:
         before = [n - 1 for n in before]
     for name, start, slot in zip(names, before, slots, strict=True):
         known = check.requests.get(name)
-        goes_on = known and slot in known.slots.values() and known.before <= start <= known.after
-        if not goes_on:
+        same = known is not None and slot in known.slots.values()
+        if not same or not check.goes_on(name, start):
             check.begin(name, start)
     after = [start + n for start, n in zip(before, lengths, strict=True)]
-    check.step(names, before, after, dict.fromkeys(check.layers, slots))
+    least = [start + fewest for start in before] if fewest else after
+    check.step(names, before, after, dict.fromkeys(check.layers, slots), least)
 
 
 def _requests(slots: Tensor) -> list[Request | None]:

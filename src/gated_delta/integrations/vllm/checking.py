@@ -29,8 +29,11 @@ class Steps:
         self.blocks: dict[str, list[list[int]]] = {}
 
     def begin(self, row: int, request: Any) -> None:
-        self.names[row] = request.req_id
-        self.check.begin(request.req_id, request.num_computed_tokens)
+        """A request comes, or comes back. One that goes on with more input keeps its row."""
+        name, tokens = request.req_id, request.num_computed_tokens
+        if self.names.get(row) != name or not self.check.goes_on(name, tokens):
+            self.check.begin(name, tokens)
+        self.names[row] = name
 
     def before(self, batch: Any, tables: Any, cache: Any) -> None:
         """A step's requests and blocks, after vLLM has copied states from block to block."""
@@ -72,6 +75,7 @@ class Steps:
                 slots = {layer: line[column] for layer, line in lines}
                 kept = {layer: slot for layer, slot in slots.items() if slot > NULL_BLOCK_ID}
                 self.check.compare(request.name, tokens, kept)
+            request.least = request.after = end
         self.rows = []
         self.check.end_step()
 

@@ -36,7 +36,7 @@ from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 from gated_delta import __version__, api, problem
 from gated_delta.compile import flag
 from gated_delta.integrations.checks import in_chunks
-from gated_delta.integrations.vllm import checking, commit, cuts, kvbuffer, process, start
+from gated_delta.integrations.vllm import checking, commit, cuts, kvbuffer, process, ring, start
 from gated_delta.integrations.vllm.calls import Recurrence
 from gated_delta.integrations.vllm.start import BACKEND, DEVICE
 from gated_delta.ops.launch import MAX_NORM
@@ -65,8 +65,8 @@ class Core(Recurrence, abstract.MambaBase):
         align = vllm_config.cache_config.mamba_cache_mode == "align"
         self.aligned = align and hasattr(abstract, GRID)
         left = start.left_to_vllm(vllm_config, self.num_spec)
-        self.rows = vllm_config.scheduler_config.max_num_seqs
         self.builder: Any = None
+        self.rows: Any = None
         self.buffered = flag(kvbuffer.DRAFTS, False) and self.num_spec > 0 and not left
         self.ring = kvbuffer.ring_tokens(vllm_config) if "prefill" not in left else 0
         self._refuse(start.missing(self, start.small_pool(self), left) | left)
@@ -86,13 +86,10 @@ class Core(Recurrence, abstract.MambaBase):
         if problem.CHECK:
             checking.start(vllm_config)
         if self.ring:
-            kvbuffer.widen_pages()
-            row = self.buffer(1, "meta").nbytes / 2**10
-            state = HV * V * K * self.get_state_dtype()[1].itemsize / 2**10
-            process.logger().info_once(
-                f"gated_delta keeps up to {self.ring} tokens of a sequence beside its state, in "
-                f"{row:.1f} KiB beside {state:.1f} KiB a layer"
-            )
+            ring.follow_requests()
+            sizes = vllm_config.scheduler_config
+            most = sizes.max_num_seqs, sizes.max_num_batched_tokens
+            self.rows = ring.of(vllm_config) or ring.Rows(self.ring, *most, DEVICE)
 
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
         super().bind_kv_cache(kv_cache)
@@ -102,8 +99,6 @@ class Core(Recurrence, abstract.MambaBase):
             self.deterministic = tokens or True
             asked = f"prefill with deterministic={self.deterministic}"
             process.logger().info_once(f"gated_delta calls {asked} for {self.sizes[1]} heads")
-        if self.ring:
-            self.kvbuffer = kvbuffer.rows_of(self, kv_cache)
         exported = self._exports()
         self._refuse(start.missing(self, self.kv_cache[1], self.refused))
         in_kvbuffer = self.buffered or self.ring
@@ -112,9 +107,12 @@ class Core(Recurrence, abstract.MambaBase):
             raise RuntimeError(
                 f"gated_delta cannot run {self.prefix} on vLLM's cache as it lies: {self.refused}"
             )
-        if self.buffered:
-            kvbuffer.allocate(self.rows)
+        self._allocate()
         start.load_kernels(self, self.kv_cache[1])
+
+    def _allocate(self) -> None:
+        if self.buffered or self.ring:
+            kvbuffer.allocate(self.vllm_config.scheduler_config.max_num_seqs)
 
     def _exports(self) -> bool:
         """Whether prefills keep the states at the ends of cached prefixes.
@@ -135,8 +133,6 @@ class Core(Recurrence, abstract.MambaBase):
         if self.buffered:
             kvbuffer.refuse_cache(self, vllm_config, spec.block_size)
             spec = replace(spec, num_speculative_blocks=0)
-        if self.ring:
-            spec = kvbuffer.with_rows(self, spec)
         if "prefill" in self.refused:
             return spec
         # FlashKDA's layers ask for blocks, which our prefill would not fill.
@@ -198,8 +194,7 @@ class Core(Recurrence, abstract.MambaBase):
         self._zero_padding(out)
         if m is None:  # a profile run, before vLLM has a cache
             if "prefill" not in refused and not self.profiled:
-                if self.buffered:
-                    kvbuffer.allocate(self.rows)
+                self._allocate()
                 start.profile(self, len(qkv))
             return "prefill" not in refused
         if (m.num_prefills and "prefill" in refused) or (
@@ -267,8 +262,8 @@ class Core(Recurrence, abstract.MambaBase):
         if m.num_decodes:
             single = self._arguments([y[:n] for y in (x, *rows[1:])], self.kv_cache[1], False)
             if self.ring:
-                lens = self.builder.lens[:n]
-                single |= dict(buffer=self.kvbuffer, buffer_indices=slots[:n], buffer_lens=lens)
+                lens, rows_of = self.rows.step_lens[:n], self.rows.step_rows[:n]
+                single |= dict(buffer=self.kvbuffer, buffer_indices=rows_of, buffer_lens=lens)
             api.decode(**single, state_indices=slots[:n], out=out[:n, None])
             self._count("decode")
 
