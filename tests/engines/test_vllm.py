@@ -19,6 +19,7 @@ import torch
 import transformers
 import vllm_steps
 from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextForgetGate
+from vllm.models.kimi_k3.nvidia.kda_metadata import KimiK3KDAAttentionBackend
 
 import gated_delta
 from gated_delta import preflight
@@ -1000,6 +1001,14 @@ BOTH_WAYS = SimpleNamespace(
 )
 
 
+class Other(KimiK3KDAAttentionBackend):
+    """Of another model's layers."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "OTHER"
+
+
 @pytest.mark.parametrize(
     ("changed", "needed"),
     [
@@ -1014,11 +1023,14 @@ BOTH_WAYS = SimpleNamespace(
         ),
         (dict(pipeline_parallel_size=2), "--pipeline-parallel-size 1"),
         (dict(refused=dict(flush="K=96")), "every operation on gated_delta.* lack K=96"),
-        (dict(backend="K3's"), "vLLM's metadata for GDN, not Kimi K3's"),
+        (dict(backend=Other), "vLLM's metadata for GDN or Kimi K3"),
+        (dict(backend=KimiK3KDAAttentionBackend, use_v2_model_runner=True), ""),
+        (dict(backend=KimiK3KDAAttentionBackend), "VLLM_USE_V2_MODEL_RUNNER=1 for Kimi K3"),
         (dict(use_ubatching=True), "no --enable-dbo, no --ubatch-size"),
         (dict(left=dict(decode="more than 15 draft tokens")), None),  # vLLM's states stay
         (dict(ring=True), ""),
         (dict(ring=True, num_spec=3), "no draft tokens"),
+        (dict(ring=True, backend=KimiK3KDAAttentionBackend), "another model than Kimi K3"),
         (dict(ring=True, kv_transfer_config=CONNECTOR), "no KV connector"),
         (dict(ring=True, num_spec=16, left=dict(decode="16 drafts")), "every .*lack 16 drafts; no"),
         (dict(ring=True, mamba_cache_mode="align"), "--no-enable-prefix-caching"),
@@ -1073,7 +1085,8 @@ def test_what_a_kvbuffer_needs(
     else:
         in_kvbuffer = needed is not None
         runner = "second" if case["use_v2_model_runner"] else "first"
-        assert (Layer().get_attn_backend() is vllm_kvbuffer.Backend) == in_kvbuffer
+        ours = vllm_kvbuffer.backend_for(case["backend"])
+        assert (Layer().get_attn_backend() is ours) == in_kvbuffer
         assert hooked == [runner] * (in_kvbuffer and not case["ring"])
 
 

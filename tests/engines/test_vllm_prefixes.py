@@ -48,6 +48,19 @@ def test_every_hashed_block(case: str, ring: int, monkeypatch: pytest.MonkeyPatc
     assert runner.seen["checked"] > 1000
 
 
+@pytest.mark.parametrize("case", ["asynchronous", "parts", "uncached"])
+def test_drafts_of_kimi_k3(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's metadata and RecoverSSM for K3, our context. Uncached, parts may have one token."""
+    monkeypatch.setattr(problem, "CHECK", True)
+    uncached = dict(block=16, enable_prefix_caching=False, max_num_batched_tokens=13)
+    options = CASES.get(case, uncached) | dict(k3=True)
+    runner = Saving(monkeypatch, 0, **COMMON | options)
+    runner.serve(25)
+    met = {"part of a prompt", "beside a prompt", "idle"}
+    met |= {"one-token part"} if case == "uncached" else {"hit", "past a block", "checked"}
+    assert [x for x in met if not runner.seen[x]] == []
+
+
 class Faulty:
     """gated_delta's operations; a flush is wrong for one sequence. names: of the requests."""
 

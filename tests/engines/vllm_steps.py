@@ -298,7 +298,7 @@ class Runner(Steps):
     """Two block tables of two linear layers each, served in steps; drafts are random.
 
     accept: the share of drafts that the model accepts. ring: tokens of a row of decode's ring, and
-    no drafts. channels: KDA's layers.
+    no drafts. channels: KDA's layers. k3: Kimi K3's, of channels too.
     """
 
     tables = 2
@@ -306,11 +306,12 @@ class Runner(Steps):
     def __init__(self, monkeypatch: Any, seed: int, **options: Any):
         from vllm.v1.worker.utils import AttentionGroup
 
-        from gated_delta.integrations.vllm import kvbuffer, layers, process
+        from gated_delta.integrations.vllm import layers, process
 
         self.monkeypatch = monkeypatch
         self.asynchronous = options.pop("asynchronous", False)
-        self.ring, self.truth = options.pop("ring", 0), Truth(options.pop("channels", False))
+        self.ring, self.k3 = options.pop("ring", 0), options.pop("k3", False)
+        self.truth = Truth(options.pop("channels", self.k3))
         self.drafts = 0 if self.ring else 3
         self.shapes = (WIDTH - 1 + self.drafts, self.truth.width), (HV, V, K)
         method = "ngram_gpu" if self.asynchronous else "ngram"
@@ -337,10 +338,14 @@ class Runner(Steps):
         self._hook(monkeypatch)
         self.groups: list[list[Any]] = [[]]
         for n, group in enumerate(self.cache.kv_cache_groups[1:], 1):
-            x = AttentionGroup(kvbuffer.Backend, group.layer_names, group.kv_cache_spec, n)
+            layer = self.config.compilation_config.static_forward_context[group.layer_names[0]]
+            names, spec = group.layer_names, group.kv_cache_spec
+            x = AttentionGroup(layer.get_attn_backend(), names, spec, n)
             x.create_metadata_builders(self.config, torch.device("cpu"), None)
             builder = x.get_metadata_builder(0)
-            builder.supports_update_block_table, builder.mamba_aligned_state_indices = True, None
+            # As on a GPU.
+            builder.supports_update_block_table = not self.k3
+            builder.mamba_aligned_state_indices = None
             self.groups.append([x])
 
     def _replace_kernels(self, monkeypatch: Any) -> None:
@@ -408,6 +413,12 @@ class Runner(Steps):
         shared = ring.Rows(self.ring, rows, 64, "cpu")
         weights = dict(A_log=truth.A_log.float(), dt_bias=truth.dt_bias.float())
         weight, kind = truth.weight.float(), module.Kimi if truth.channels else module.Qwen
+        if self.k3:
+            from vllm.models.kimi_k3.nvidia.kda import KimiK3DeltaAttention
+
+            kind = type(
+                "K3", (module.LATER[KimiK3DeltaAttention.__name__], KimiK3DeltaAttention), {}
+            )
         for table in range(2):
             for n, name in enumerate(self.names(f"states {table}")):
                 layers[name] = layer = object.__new__(kind)
@@ -482,7 +493,8 @@ class Runner(Steps):
             text = tuple([*request.tokens, *request.drafts[:k]][: n + s])
             assert len(text) == n + s
             texts.append((text, n))
-        out = self.forward([x for text, n in texts for x in text[n:]], inputs, self._tables())
+        tables = tuple(x[: inputs.num_reqs_after_padding] for x in self._tables())
+        out = self.forward([x for text, n in texts for x in text[n:]], inputs, tables)
         expected = [
             self.truth.after(text[: i + 1])[1] for text, n in texts for i in range(n, len(text))
         ]

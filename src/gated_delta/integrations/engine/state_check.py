@@ -91,13 +91,13 @@ class Request:
 class StateCheck:
     """The checks of one process. layers: each one's pool of states [P, HV, V, K], by its name.
 
-    null: slots up to it are no blocks.
+    null: slots up to it are no blocks. compared, worst: states compared, and the largest error.
     """
 
     def __init__(self, layers: Mapping[str, Tensor], null: int = 0):
         self.layers, self.null = dict(layers), null
         self.requests: dict[str, Request] = {}
-        self.compared = 0
+        self.compared, self.worst = 0, 0.0
         self._at: dict[tuple[int, int], tuple[Request, str]] = {}
         self._owners: dict[tuple[int, int], Request] = {}
 
@@ -213,7 +213,7 @@ class StateCheck:
         typical = sizes.square().mean().sqrt()
         errors = (state.double() - truth).flatten(1).norm(dim=1)
         error = float((errors / sizes.clamp(min=float(typical) * 2**-7 + 1e-30)).max())
-        self.compared += 1
+        self.compared, self.worst = self.compared + 1, max(self.worst, error)
         if not error <= (limit := LIMITS[state.dtype]):
             after = f"the state after {tokens} tokens is off by {error:.3g} of its size"
             self._fail(request, layer, slot, f"{after}, expected at most {limit:g}")

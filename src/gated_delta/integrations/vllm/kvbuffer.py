@@ -177,9 +177,8 @@ def lacks(layer: Any, backend: Any, vllm_config: Any) -> list[str]:
         "--pipeline-parallel-size 1": parallel.pipeline_parallel_size > 1,
         "no --enable-dbo, no --ubatch-size": parallel.use_ubatching,
         "VLLM_USE_V2_MODEL_RUNNER=1 for Kimi K3": k3 and not vllm_config.use_v2_model_runner,
-        "vLLM's metadata for GDN" + ("" if k3 else " or Kimi K3"): (
-            backend_for(backend) is None or (k3 and layer.ring > 0)
-        ),
+        "vLLM's metadata for GDN or Kimi K3": backend_for(backend) is None,
+        "another model than Kimi K3": k3 and layer.ring > 0,
     }
     return [needed for needed, lacking in missing.items() if lacking]
 
