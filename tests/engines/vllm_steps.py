@@ -198,8 +198,8 @@ SEEN = (
     "went on",
     "checked",
 )
-"""What a run meets. hit: of a cached prefix. idle: a dummy batch. went on: with more input. past, short of: drafts end in the
-next block, and the accepted ones do or do not."""
+"""What a run meets. hit: of a cached prefix. idle: a dummy batch. went on: with more input. past,
+short of: drafts end in the next block, and the accepted ones do or do not."""
 
 
 NEAR = dict(rtol=1e-4, atol=1e-5)
@@ -381,7 +381,9 @@ class Runner(Steps):
             block_tables=SimpleNamespace(append_block_ids=lambda *_, **__: None),
             lora_state=SimpleNamespace(add_request=lambda *_: None),
             is_last_pp_rank=False,
-            **dict.fromkeys(("adaptive_verification", "pooling_runner", "encoder_cache", "sampler")),
+            **dict.fromkeys(
+                ("adaptive_verification", "pooling_runner", "encoder_cache", "sampler")
+            ),
         )
         self.worker._remove_request = self.req_states.remove_request
         self.add_requests = functools.partial(runner.add_requests, self.worker)

@@ -26,7 +26,6 @@ from gated_delta.integrations.engine import load, releases
 from gated_delta.integrations.vllm import commit, process
 from gated_delta.integrations.vllm.start import DEVICE
 from gated_delta.problem import MAX_BUFFER, KVBuffer, unique
-from gated_delta.replaced import replaced
 
 DRAFTS, RING = "GATED_DELTA_VLLM_KVBUFFER", "GATED_DELTA_VLLM_RING"
 
