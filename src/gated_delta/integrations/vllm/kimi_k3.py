@@ -63,6 +63,7 @@ class Context:
             boundary, last = commit.slots_of(plan, counts)
             if problem.CHECK:
                 commit.check(plan, counts, boundary, last)
+            assert step.after is not None
             num_computed_tokens.copy_(step.after)
             # In this order: the last slot may be the sequence's own.
             folds = [(boundary, counts.boundary), (last, counts.accepted)]

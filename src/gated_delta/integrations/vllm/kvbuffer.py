@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import vllm
 from torch import Tensor
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
@@ -21,7 +22,7 @@ from vllm.v1.attention.backends.gdn_attn import GDNAttentionBackend, GDNAttentio
 
 from gated_delta import api, problem
 from gated_delta.compile import flag
-from gated_delta.integrations.engine import load
+from gated_delta.integrations.engine import load, releases
 from gated_delta.integrations.vllm import commit, process
 from gated_delta.integrations.vllm.start import DEVICE
 from gated_delta.problem import MAX_BUFFER, KVBuffer, unique
@@ -192,9 +193,11 @@ def _lacks_of_runner(layer: Any, vllm_config: Any) -> dict[str, bool]:
     # It sends a state that drafts or a row may follow, between blocks.
     both_ways = any(x.get("bidirectional_kv_xfer") for x in extras)
     if layer.ring:
-        parallel = vllm_config.parallel_config
+        parallel, release = vllm_config.parallel_config, releases.VLLM_RING[DEVICE]
+        other = release.refusal(vllm.__version__)
         return {
             "VLLM_USE_V2_MODEL_RUNNER=1": v1,
+            f"vLLM {release.version}, not {other}": other is not None,
             "no draft tokens": layer.num_spec > 0,
             "--prefill-context-parallel-size 1": parallel.prefill_context_parallel_size > 1,
             # Without blocks it may send any state.
