@@ -337,6 +337,9 @@ VLLM = {
             },
             "models/kimi_k3/nvidia/kda.py": {"KimiK3DeltaAttention": "01389afa"},
             "models/kimi_k3/nvidia/kda_metadata.py": {
+                "KDARecoverSSMAlignMetadata": "a104509f",
+                "KDARecoverSSMCommitMetadata": "cae97ccc",
+                "KimiK3KDAAttentionBackend": "e9f13efa",
                 "KimiK3KDAMetadata": "01553b6a",
                 "KimiK3KDAMetadataBuilder": "fefab0e8",
             },
@@ -379,6 +382,9 @@ VLLM = {
             },
             "models/kimi_k3/nvidia/kda.py": {"KimiK3DeltaAttention": "31e73ba3"},
             "models/kimi_k3/nvidia/kda_metadata.py": {
+                "KDARecoverSSMAlignMetadata": "a104509f",
+                "KDARecoverSSMCommitMetadata": "cae97ccc",
+                "KimiK3KDAAttentionBackend": "e9f13efa",
                 "KimiK3KDAMetadata": "01553b6a",
                 "KimiK3KDAMetadataBuilder": "fa25fecb",
             },
