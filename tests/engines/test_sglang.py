@@ -49,9 +49,9 @@ import gated_delta
 from gated_delta import preflight
 from gated_delta.gpus import H200
 from gated_delta.integrations import sglang as plugin
-from gated_delta.integrations.engine import load, releases
+from gated_delta.integrations.engine import load, releases, state_check
+from gated_delta.integrations.sglang import checking, decode_ring, process
 from gated_delta.integrations.sglang import cuts as sglang_cuts
-from gated_delta.integrations.sglang import decode_ring, process
 from gated_delta.integrations.sglang import kernels as sglang_kernels
 from gated_delta.integrations.sglang import kvbuffer as kvbuffer
 from gated_delta.integrations.sglang import ring as rings
@@ -716,6 +716,115 @@ def test_a_retracted_requests_state_is_whole(layers, bound, monkeypatch):
     assert not ring.lens[[one, other, last]].any()
     with_ring = f"{layers} decode in a ring on backend reference"
     ran(with_ring, f"{layers} decode on backend reference")
+
+
+class Checked:
+    """Two requests that decode in a ring, with every state that a snapshot takes compared."""
+
+    def __init__(self, layers, bound, monkeypatch):
+        self.layers, self.bound = layers, bound
+        pool = Configurator(layers).pool(None)
+        self.states = pool.mamba_cache.temporal.copy_(torch.randn_like(pool.mamba_cache.temporal))
+        gate = "channel" if layers == "KDA" else "head"
+        sizes = dict(num_layers=2, gate=gate, device="cpu")
+        self.ring = process.state.ring = rings.Ring(
+            self.states, KVBuffer.empty(5, 7, H, HV, D, D, **sizes)
+        )
+        self.slots, self.rows = torch.tensor([3, 5], dtype=torch.int32), torch.tensor([1, 2])
+        requests = SimpleNamespace(mamba_pool=pool, mamba_map={4: 0, 9: 1})
+        self.backend = SimpleNamespace(req_to_token_pool=requests, mamba_chunk_size=64)
+        self.backend._forward_metadata = self.metadata
+        self.backend.init_forward_metadata_out_graph = None
+        monkeypatch.setattr(state_check, "SAMPLE", 1)
+        monkeypatch.setattr(sglang_kernels, "api", sglang_kernels.api)
+        monkeypatch.setattr(process.state, "check", None)
+        rings.attach(self.backend)
+        with under(linear_attn_backend=process.NAME, mamba_radix_cache_strategy="extra_buffer"):
+            runner = SimpleNamespace(device="cpu", req_to_token_pool=requests)
+            checking.attach(self.backend, runner)
+        self.check, self.tokens = process.state.check, 9
+
+    def metadata(self, batch):
+        tracked = batch.mamba_track_indices
+        return SimpleNamespace(mamba_cache_indices=self.slots, mamba_track_indices=tracked)
+
+    def step(self, tracked=False, skip=""):
+        """skip: what a faulty ring forgets in it."""
+        self.tokens += 1
+        batch = SimpleNamespace(
+            logical_forward_mode=ForwardMode.DECODE,
+            rids=["a", "b"],
+            seq_lens=torch.tensor([self.tokens, self.tokens + 20]),
+            req_pool_indices=self.rows,
+            mamba_track_mask=torch.tensor([False, tracked]),
+            mamba_track_indices=torch.tensor([0, 6]),
+            batch_size=2,
+        )
+        due, batch.mamba_track_mask = batch.mamba_track_mask, batch.mamba_track_mask.clone()
+        if skip == "fold":
+            batch.mamba_track_mask[:] = False
+        self.backend.forward_metadata = self.backend._forward_metadata(batch)
+        batch.mamba_track_mask = due
+        for layer, states in enumerate(self.states):
+            x = Given(self.layers, [1, 1], [3, 5], bound=self.bound, seed=2 * self.tokens + layer)
+            options = dict(scale=D**-0.5, num_v_heads=HV, head_v_dim=D, cache_indices=self.slots)
+            call = kernel(self.layers).packed_decode
+            call(x.mixed, *x.raw(), **x.gates(), ssm_states=states, **options)
+        if tracked:
+            self.states[:, 6] = self.states[:, 3 if skip == "slot" else 5]
+        checking._decoded(None, self.backend, batch, None, None, self.slots, 9)
+
+
+@LAYERS
+@pytest.mark.parametrize("fault", ["", "fold", "slot", "length", "row"])
+def test_the_checking_mode_names_requests(layers, bound, fault, monkeypatch):
+    engine = Checked(layers, bound, monkeypatch)
+    for n in range(12):
+        engine.step(tracked=n == 5)
+    assert engine.check.compared == 2
+    if fault == "length":
+        engine.ring.lens[2] += 1
+    if fault == "row":
+        engine.rows = torch.tensor([2, 1])
+    names = {
+        "fold": "request b, layer 4, slot 6: the state after 42 tokens is off",
+        "slot": "request b, layer 4, slot 6: the state after 42 tokens is off",
+        "length": "request b, layer 4, slot 5: row 2 has 7 tokens, but the request",
+        "row": r"request a, layer 4, slot 3: row 2 has \d tokens of request b, expected none",
+    }
+    if fault:
+        with pytest.raises(RuntimeError, match=names[fault]):
+            engine.step(tracked=True, skip=fault)
+    else:
+        engine.step(tracked=True)
+        assert engine.check.compared == 4
+
+
+@pytest.mark.parametrize(
+    ("flags", "needed"),
+    [
+        (dict(linear_attn_prefill_backend="triton"), "every mode of the linear layers on gated_"),
+        (dict(mamba_radix_cache_strategy="no_buffer"), "--mamba-radix-cache-strategy extra_buffer"),
+        (dict(speculative_num_draft_tokens=4), "every mode of the linear layers on gated_delta"),
+        ({}, "--cuda-graph-backend-decode=disabled"),
+    ],
+)
+def test_what_the_checking_mode_needs(flags, needed, caplog, monkeypatch):
+    """A log line says that nothing is compared; graphs end the start."""
+    monkeypatch.setattr(process.state, "check", None)
+    flags = (
+        dict(linear_attn_backend=process.NAME, mamba_radix_cache_strategy="extra_buffer") | flags
+    )
+    graphs = SimpleNamespace(backend="full")
+    config = SimpleNamespace(decode=graphs, prefill=SimpleNamespace(backend="disabled"))
+    with under(**flags, cuda_graph_config=config):
+        if needed.startswith("--cuda"):
+            with pytest.raises(RuntimeError, match=needed):
+                checking.attach(None, SimpleNamespace(device="cuda"))
+        else:
+            checking.attach(None, SimpleNamespace(device="cuda"))
+            assert f"compares no snapshots: it needs {needed}" in caplog.text
+    assert process.state.check is None
 
 
 @pytest.mark.parametrize(
