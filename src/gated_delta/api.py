@@ -415,19 +415,19 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Route:
         where = "call it outside torch.compile"
         torch._dynamo.graph_break(msg=f"gated_delta.explain returns no tensor: {where}")
     operation = ops.OPERATIONS[op]
-    return _route(operation, _arguments(operation, args, kwargs))
+    return _route(operation, arguments_of(operation, args, kwargs))
 
 
 def explain_on(gpu: Gpu | torch.device, op: str, **kwargs: Any) -> Route:
     """`explain` for the same call on that GPU, wherever its tensors are."""
     operation = ops.OPERATIONS[op]
-    return _route(operation, _arguments(operation, (), kwargs), gpu)
+    return _route(operation, arguments_of(operation, (), kwargs), gpu)
 
 
 def describe(op: str, **kwargs: Any) -> Problem:
     """The problem of a call, checked as by `explain`, whatever can run it."""
     operation = ops.OPERATIONS[op]
-    return operation.describe(_arguments(operation, (), kwargs))
+    return operation.describe(arguments_of(operation, (), kwargs))
 
 
 _SIGNATURES = {
@@ -436,7 +436,7 @@ _SIGNATURES = {
 }
 
 
-def _arguments(op: Operation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def arguments_of(op: Operation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """`op.arguments`, by name, of a call with the public function's arguments."""
     bound = _SIGNATURES[op.name].bind(*args, **kwargs)
     bound.apply_defaults()

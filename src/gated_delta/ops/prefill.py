@@ -22,6 +22,7 @@ from ..kernels.prefill.arguments import (
 )
 from ..memory import Addresses
 from ..problem import Checker, Problem, absent, integer, unique
+from ..rows import prefill_rows
 from .launch import (
     SCATTERED,
     Launch,
@@ -178,7 +179,7 @@ class Prefill(Operation):
     def check_values(self, a: Arguments) -> None:
         state = a.initial_state if a.state is None else a.state
         checkpoints = (a.checkpoint_lens, a.checkpoint_indices, a.checkpoints)
-        reference.prefill_rows(tokens_of(a), state, a.state_indices, *checkpoints, a.null_index)
+        prefill_rows(tokens_of(a), state, a.state_indices, *checkpoints, a.null_index)
 
     def needs(self, problem: Problem) -> dict[str, bool]:
         K, V, options = problem.K, problem.V, problem.options

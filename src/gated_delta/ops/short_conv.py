@@ -21,6 +21,7 @@ from ..problem import (
     ShortConv,
     last_dim_contiguous,
 )
+from ..rows import short_conv_rows
 from .launch import Launch, Model, Operation, Plan, kinds_of, null_index, ready, strides_of
 
 CHANNELS = 128
@@ -117,7 +118,7 @@ class ShortConvolution(Operation):
         reference.short_conv(a.q, a.k, a.v, conv, **given)
 
     def check_values(self, a: Arguments) -> None:
-        reference.short_conv_rows(a.q, a.windows, a.cu_seqlens, a.state_indices, a.null_index)
+        short_conv_rows(a.q, a.windows, a.cu_seqlens, a.state_indices, a.null_index)
 
     def needs(self, problem: Problem) -> dict[str, bool]:
         K, V = problem.K, problem.V

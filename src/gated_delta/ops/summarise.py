@@ -13,6 +13,7 @@ from .. import compile, reference
 from ..gpus import H200, Gpu
 from ..kernels.prefill.arguments import PrefillPointers, PrefillStrides
 from ..problem import Checker, Problem, absent, integer
+from ..rows import summary_rows
 from .launch import Launch, Model, Operation, Plan, ready, strides_of, tokens_of
 from .prefill import FINAL_STATE, Prefill, PrefillLaunch
 from .prefill_kinds import RESUMED, SUMMARY, Kind
@@ -112,7 +113,7 @@ class Summarise(Prefill):
         reference.summarise(tokens_of(a), a.sequences, a.initial_state, a.out)
 
     def check_values(self, a: Any) -> None:
-        reference.summary_rows(tokens_of(a), a.sequences)
+        summary_rows(tokens_of(a), a.sequences)
 
     def needs(self, problem: Problem) -> dict[str, bool]:
         K, V = problem.K, problem.V
