@@ -181,13 +181,19 @@ class Prefill(Operation):
         checkpoints = (a.checkpoint_lens, a.checkpoint_indices, a.checkpoints)
         prefill_rows(tokens_of(a), state, a.state_indices, *checkpoints, a.null_index)
 
-    def needs(self, problem: Problem) -> dict[str, bool]:
-        K, V, options = problem.K, problem.V, problem.options
-        qk = "rows of q and k that start at multiples of 16 bytes"
-        values = "rows of v, z and out, and of KDA's g, that start at multiples of 16 bytes"
+    def head_dim_needs(self, problem: Problem) -> dict[str, bool]:
+        """Which rule a call's head dims break; a part of `needs`."""
+        K, V = problem.K, problem.V
         return {
             f"K of 64, 96 or 128, got {K}": K not in (64, 96, 128),
             f"V of 64, 128 or 192, got {V}": V not in (64, 128, 192),
+        }
+
+    def needs(self, problem: Problem) -> dict[str, bool]:
+        options = problem.options
+        qk = "rows of q and k that start at multiples of 16 bytes"
+        values = "rows of v, z and out, and of KDA's g, that start at multiples of 16 bytes"
+        return self.head_dim_needs(problem) | {
             qk: "unaligned_qk" in options,
             values: "unaligned_values" in options,
             SCATTERED: "scattered_rows" in options,
