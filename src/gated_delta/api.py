@@ -53,7 +53,7 @@ def prefill(
     state_indices: None = ..., has_initial_state: None = ...,
     checkpoint_lens: Tensor | None = ..., checkpoint_indices: Tensor | None = ...,
     checkpoints: Tensor | None = ..., deterministic: bool | int = ..., null_index: int = ...,
-    out: Tensor | None = ..., backend: str = ...,
+    out: Tensor | None = ..., out_scales: Tensor | None = ..., backend: str = ...,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def prefill(
