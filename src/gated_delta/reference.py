@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from .exact_fp32 import exact_fp32
+from .fp8 import FP8_MAX, LEAST_AMAX
 from .problem import (
     CHECKPOINT_INTERVAL,
     FP8,
@@ -151,9 +152,6 @@ def gated_norm(o: Tensor, z: Tensor, norm: GatedNorm, dtype: torch.dtype) -> Ten
     return scaled * (silu(z) if norm.activation == "silu" else sigmoid(z))
 
 
-FP8_MAX = torch.finfo(FP8).max
-LEAST_AMAX = 1e-10
-"""Of a head, for its scale: a head of zeros has one, too."""
 LEAST_SCALE = (torch.tensor(LEAST_AMAX) * (1 / FP8_MAX)).item()
 
 

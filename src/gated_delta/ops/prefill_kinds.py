@@ -84,7 +84,8 @@ class Kind:
             parts = [tuple({**prepare, "part": part}.items()) for part in ("tail", "rest")]
             variants[:1] = [Variant("prefill_prepare", part) for part in parts]
         if "norm" in problem.options:
-            variants.append(Variant("prefill_norm", tuple(problem.facts("V", "dtype").items())))
+            norm = problem.facts("V", "dtype") | ({"fp8": True} if "fp8" in problem.options else {})
+            variants.append(Variant("prefill_norm", tuple(norm.items())))
         return variants
 
 

@@ -126,6 +126,7 @@ class Summarise(Prefill):
             PrefillStrides,
             a,
             o=None,
+            out=None,
             checkpoints=None,
             state_indices=rows,
             initial_state=a.initial_state,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from ..arguments import NORM_STRIDES, TOKEN_STRIDES, strides_type
+from ..arguments import FP8_STRIDES, NORM_STRIDES, TOKEN_STRIDES, strides_type
 
 CHUNK = 64
 """Tokens of a chunk."""
@@ -47,6 +47,8 @@ PrefillStrides = strides_type(
     checkpoint_indices="nj",
     checkpoints="njph",
     **NORM_STRIDES | dict(z="nthg"),
+    out="nth",
+    **FP8_STRIDES,
 )
 
 
@@ -70,7 +72,9 @@ class PrefillTensors(NamedTuple):
     final_state: int  # the same
     z: int  # [N, T, H, HV / H, V]
     norm_weight: int  # [V]
-    o: int  # [N, T, HV, V]
+    o: int  # [N, T, HV, V], 16 bits
+    out: int  # the same in FP8, if that is the output; o is workspace then
+    out_scales: int  # [N, T, HV], written; or [1], read
 
 
 class PrefillSizes(NamedTuple):
@@ -116,6 +120,7 @@ class PrefillSizes(NamedTuple):
     norm_weight_kind: int
     norm_eps: int
     norm_sigmoid: int
+    out_scales_given: int
 
 
 class WorkspaceShape(NamedTuple):
