@@ -35,6 +35,8 @@ ENGINES = dict(sglang="SGLang", vllm="vLLM")
 RELEASES = dict(sglang=releases.SGLANG, vllm=releases.VLLM["cuda"])
 MODES = dict(sglang=("decode", "prefill", "verify"), vllm=("decode", "prefill"))
 """As the engines' logs name them. vLLM's decode includes drafts."""
+PROMPTS = ("prefill", "short_conv")
+"""Operations of the mode "prefill"."""
 WHERE = dict(states="as states", kvbuffer="in a KVBuffer (GATED_DELTA_{}_KVBUFFER=1)")
 """Places of drafts, with the engine's name."""
 DEFAULT = "H100"
@@ -519,7 +521,7 @@ def _vllm(asked: Asked, model: Model) -> tuple[list[Mode], dict[str, int]]:
         layer.ring = 1  # kernels are the same for every number of tokens
     calls = layer.calls(pool, 64)
     modes = [
-        Mode(x, [call for call in calls if (call[0] == "prefill") == (x == "prefill")])
+        Mode(x, [call for call in calls if (call[0] in PROMPTS) == (x == "prefill")])
         for x in asked.modes or MODES["vllm"]
     ]
     for mode in modes:
