@@ -29,7 +29,7 @@ from .ops.launch import MAX_NORM
 from .options import MAX_DIM, MAX_HEADS
 from .problem import INPUT_DTYPES, MAX_DRAFT, SHORT, KVBuffer, UnsupportedProblem, unique
 from .results import make_table
-from .testing import Case
+from .testing import AnyCase
 
 ENGINES = dict(sglang="SGLang", vllm="vLLM")
 RELEASES = dict(sglang=releases.SGLANG, vllm=releases.VLLM["cuda"])
@@ -251,7 +251,7 @@ class Plan(NamedTuple):
     model: Model
     modes: list[Mode]
     drafts: dict[str, int]
-    cases: list[Case]
+    cases: list[AnyCase]
 
     @property
     def ours(self) -> bool:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gated_delta.gpus import H200, card_of
 from gated_delta.integrations.engine import projection
 from gated_delta.integrations.sglang import process
 from gated_delta.problem import UnsupportedProblem
@@ -29,12 +28,10 @@ WHOLE_ROWS = "Qwen3GatedDeltaNet"
 def hook(backend: Any, layers: Sequence[Any]) -> None:
     """Lets a backend's prefills convolve by our kernel; the layers activate with SiLU.
 
-    Not on a card other than Hopper, where no check precedes it, with multi-item scoring, or with
-    deterministic inference: graphs have the engine's kernel, which rounds otherwise.
+    Not with multi-item scoring, nor with deterministic inference: graphs have the engine's kernel,
+    which rounds otherwise.
     """
-    card = card_of(torch.device(backend.device))
-    other = card is not None and card.level != H200.level
-    if other or getattr(backend, "enable_mis", False) or process.state.deterministic:
+    if getattr(backend, "enable_mis", False) or process.state.deterministic:
         return
     convolution = Convolution(backend)
     for layer in layers:
@@ -76,7 +73,7 @@ class Convolution:
         C = layer.q_dim + layer.k_dim + layer.v_dim
         if mixed_qkv.shape[1] == C:
             return self._extend(layer=layer, mixed_qkv=mixed_qkv, **given)
-        self.parts = projection.split_interleaved(mixed_qkv, sizes_of(layer))[:3]
+        self.parts = parts_of(layer, mixed_qkv)[:3]
         rows, tables = mixed_qkv.new_empty(len(mixed_qkv), C), self.backend.forward_metadata
         if tables.has_mamba_track_mask:  # the engine keeps these inputs as windows of prefixes
             kept = tables.track_conv_indices.flatten()
@@ -124,6 +121,16 @@ def sizes_of(attn: Any) -> projection.Sizes:
     return attn.num_k_heads, attn.num_v_heads, attn.head_v_dim, attn.head_k_dim
 
 
+def parts_of(attn: Any, rows: Tensor) -> tuple[Tensor, ...]:
+    """q, k [T, H, K] and v, z [T, H, R, V] of whole rows, as views."""
+    return projection.split_interleaved(rows, sizes_of(attn))
+
+
+def copied(x: Tensor) -> Tensor:
+    """A contiguous copy of x."""
+    return projection.wide(x).contiguous().view(x.dtype)
+
+
 class WholeRows:
     """Qwen3-Next's `forward`, whose prefills leave q, k and v where the projection has them."""
 
@@ -136,8 +143,7 @@ class WholeRows:
         layer, attn = self.layer, self.layer.attn
         H, HV, V = attn.num_k_heads, attn.num_v_heads, attn.head_v_dim
         rows, ba = layer._forward_input_proj(hidden_states)
-        z = projection.split_interleaved(rows, sizes_of(attn))[3]
-        z = projection.wide(z).contiguous().view(z.dtype).view(-1, V)
+        z = copied(parts_of(attn, rows)[3]).view(-1, V)
         b, a = (x.reshape(-1, HV) for x in ba.view(len(ba), H, -1).chunk(2, 2))
         o = layer.attn(forward_batch, mixed_qkv=rows, a=a, b=b).reshape(-1, V)
         if o.shape != z.shape:  # rows that data parallelism adds
