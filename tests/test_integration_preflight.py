@@ -182,7 +182,7 @@ def test_drafts_and_heads_that_stay_the_engines(plan, monkeypatch):
         decode, prefill = plan("vllm", NEXT, drafts=3).modes
         drafts = ["verify", "flush"] if buffered else ["decode"]
         assert [op for op, _ in decode.calls] == ["decode", *drafts]
-        assert {op for op, _ in prefill.calls} == {"prefill"}
+        assert {op for op, _ in prefill.calls} == {"prefill", "short_conv"}
 
 
 @pytest.mark.usefixtures("compiled")

@@ -29,12 +29,14 @@ from .ops.launch import MAX_NORM
 from .options import MAX_DIM, MAX_HEADS
 from .problem import INPUT_DTYPES, MAX_DRAFT, SHORT, KVBuffer, UnsupportedProblem, unique
 from .results import make_table
-from .testing import Case
+from .testing import AnyCase
 
 ENGINES = dict(sglang="SGLang", vllm="vLLM")
 RELEASES = dict(sglang=releases.SGLANG, vllm=releases.VLLM["cuda"])
 MODES = dict(sglang=("decode", "prefill", "verify"), vllm=("decode", "prefill"))
 """As the engines' logs name them. vLLM's decode includes drafts."""
+PROMPTS = ("prefill", "short_conv")
+"""Operations of the mode "prefill"."""
 WHERE = dict(states="as states", kvbuffer="in a KVBuffer (GATED_DELTA_{}_KVBUFFER=1)")
 """Places of drafts, with the engine's name."""
 DEFAULT = "H100"
@@ -249,7 +251,7 @@ class Plan(NamedTuple):
     model: Model
     modes: list[Mode]
     drafts: dict[str, int]
-    cases: list[Case]
+    cases: list[AnyCase]
 
     @property
     def ours(self) -> bool:
@@ -519,7 +521,7 @@ def _vllm(asked: Asked, model: Model) -> tuple[list[Mode], dict[str, int]]:
         layer.ring = 1  # kernels are the same for every number of tokens
     calls = layer.calls(pool, 64)
     modes = [
-        Mode(x, [call for call in calls if (call[0] == "prefill") == (x == "prefill")])
+        Mode(x, [call for call in calls if (call[0] in PROMPTS) == (x == "prefill")])
         for x in asked.modes or MODES["vllm"]
     ]
     for mode in modes:

@@ -1110,6 +1110,9 @@ EXPECTED = {
         "self layer forward_batch mixed_qkv conv_states cache_indices"
     ),
     kda_backend.KDAAttnBackend.__init__: "self model_runner",
+    kda_backend.KDAAttnBackend._convolve_prefill: (
+        "self layer forward_batch mixed_qkv conv_states cache_indices"
+    ),
     gdn_backend.GDNKernelDispatcher.__init__: "self decode_backend prefill_backend verify_backend",
     kda_backend.KDAKernelDispatcher.__init__: "self decode_backend prefill_backend verify_backend",
 }
@@ -1590,6 +1593,7 @@ def test_engine_with_kda_layers(kda, tmp_path):
     run.looked_for_what_it_needs()
     assert run.tokens(0) == run.tokens(1) == [one[:NEW] for one in tokens]
     assert run.ran.keys() == {route.replace("GDN", "KDA") for route in BOTH}
+    assert run.convolved() == {"split"}
 
 
 def test_engine_convolves_whole_rows(qwen3_next, tmp_path):

@@ -65,13 +65,8 @@ class ShortConvolution(Operation):
         check.tensor("v", a.v, (dtype,), f"{lead} groups R V" if grouped else f"{lead} HV V")
         for name in "qkv":
             last_dim_contiguous(name, getattr(a, name))
-        H, K, V = (check.sizes[name] for name in ("H", "K", "V"))
-        HV = a.v.shape[2:-1].numel()
-        if min(H, HV, K, V) < 1:
-            shapes = f"q {list(a.q.shape)}, v {list(a.v.shape)}"
-            raise ValueError(f"q, v: expected at least one head and channel, got {shapes}")
-        if HV % H:
-            raise ValueError(f"v: expected HV to be a multiple of H={H}, got HV={HV}")
+        check.heads(a)
+        H, HV, K, V = a.q.shape[2], a.v.shape[2:-1].numel(), check.sizes["K"], check.sizes["V"]
         check.sizes["C"], check.sizes["taps"] = 2 * H * K + HV * V, TAPS
         check.tensor("conv.weight", a.weight, STATE_DTYPES, "C taps")
         if a.bias is not None:

@@ -11,10 +11,12 @@ from torch import Tensor
 
 from .. import api
 from ..problem import CHECKPOINT_INTERVAL, KVBuffer
-from .cases import Case
+from . import short_conv
+from .cases import AnyCase
 from .compare import Error, error, rounding_unit, same_bits, smallest_head, untouched
 from .inputs import Call, make
 from .oracle import buffer_ends, buffered_records, buffered_states, expected
+from .short_conv import HALF_UNIT, ConvCase
 
 _HEAD_DIM = {"o": 2, "final_state": 1, "intermediate_states": 2, "buffered_state": 1}
 
@@ -27,7 +29,7 @@ class Result:
     backend: the backend that ran, also under "auto".
     """
 
-    case: Case
+    case: AnyCase
     errors: dict[str, tuple[Error, Error, float]]
     failures: tuple[str, ...]
     seconds: float
@@ -94,11 +96,28 @@ def _backend_of(call: Call, backend: str) -> str:
     return api.explain(call.case.op, **call.arguments, backend=backend).backend
 
 
-def run_case(case: Case, backend: str, device: torch.device | str = "cpu") -> Result:
+def _run_conv(case: ConvCase, backend: str, device: torch.device | str) -> Result:
+    """Judges short_conv: its outputs by a tolerance each, its windows by their bits."""
+    began = time.monotonic()
+    arguments = case.make(device)
+    before = arguments["windows"].clone()
+    ran = api.explain("short_conv", **arguments, backend=backend).backend
+    results = api.short_conv(**arguments, backend=backend)
+    truth = short_conv.expected(**arguments | dict(windows=before))
+    failures = short_conv.failures(results, arguments["windows"], truth)
+    unit = HALF_UNIT[case.dtype]
+    worst = Error(0.0, short_conv.share(results, truth) * unit)
+    errors = {"q|k|v": (worst, Error(0.0, 0.0), unit)}
+    return Result(case, errors, tuple(failures), time.monotonic() - began, ran)
+
+
+def run_case(case: AnyCase, backend: str, device: torch.device | str = "cpu") -> Result:
     """Judges the backend on the case.
 
     The backend runs before the oracle, so that no reused memory can hold the right answer.
     """
+    if isinstance(case, ConvCase):
+        return _run_conv(case, backend, device)
     began = time.monotonic()
     call = make(case, device)
     if case.op == "flush":

@@ -10,7 +10,7 @@ from torch import Tensor
 from gated_delta.integrations.checks import gate_of
 from gated_delta.integrations.engine import card_check, load
 from gated_delta.integrations.sglang import conv, cuts, graphs, kernels, norm, process
-from gated_delta.problem import GatedNorm, KVBuffer, ShortConv, UnsupportedProblem
+from gated_delta.problem import TAPS, GatedNorm, KVBuffer, ShortConv, UnsupportedProblem
 
 
 class Layer(NamedTuple):
@@ -47,7 +47,8 @@ class Layer(NamedTuple):
         """short_conv's arguments for a prompt of one sequence."""
         names = ("q", "k", "v", "cu_seqlens", "state_indices", "null_index", "backend")
         C = 2 * self.H * self.K + self.HV * self.V
-        weight, windows = (prompt["q"].new_zeros(x) for x in ((C, 4), (1, C, 3)))
+        windows = prompt["q"].new_zeros(1, C, TAPS - 1)
+        weight = windows.new_zeros(C, TAPS, dtype=torch.float32 if self.layers == "KDA" else None)
         return {x: prompt[x] for x in names} | dict(
             conv=ShortConv(weight), windows=windows, has_initial_state=prompt["state_indices"] > 0
         )
@@ -96,7 +97,7 @@ class Layer(NamedTuple):
             checkpoints = state.new_zeros(1, 1, *state.shape[1:])
             more = dict(checkpoint_lens=zero[:, None], checkpoints=checkpoints)
             calls["prefill"].append(("prefill", prompt | more))
-        if self.layers == "GDN" and not process.state.deterministic:
+        if not process.state.deterministic:
             calls["prefill"].append(("short_conv", self.convolution(prompt)))
         in_kvbuffer = isinstance(scratch, KVBuffer)
         if scratch is None or (tree and not in_kvbuffer):
@@ -180,6 +181,7 @@ def check(backend: Any, runner: Any) -> None:
             conv.hook(backend, modules)
     elif "prefill" in served:
         graphs.limit(backend)
+        conv.hook(backend, ())
     if process.state.deterministic and "prefill" in served:
         cuts.align()
     for module in modules if served & {"decode", "verify"} else ():

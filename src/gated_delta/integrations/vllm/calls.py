@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from gated_delta.integrations.checks import layer_gate
-from gated_delta.integrations.engine import load
-from gated_delta.problem import MAX_DRAFT, Gate, GatedNorm, KVBuffer
+from gated_delta.integrations.engine import load, projection
+from gated_delta.problem import MAX_DRAFT, TAPS, Gate, GatedNorm, KVBuffer, ShortConv
 
 
 def too_many(drafts: int) -> dict[str, str]:
@@ -53,6 +53,10 @@ class Recurrence:
         """Of KDA's gate."""
         return None
 
+    def _conv_dtype(self) -> torch.dtype:
+        """Of the convolution's weight."""
+        return torch.float32 if self.channels else self.inputs
+
     def _gate(self, A_log: Tensor, dt_bias: Tensor) -> Gate:
         if not self.channels:
             return layer_gate(A_log, dt_bias)
@@ -78,7 +82,8 @@ class Recurrence:
             if weight.device != x.device:
                 weight = torch.empty_like(weight, device=x.device)
             activation = "sigmoid" if norm.activation == "sigmoid" else "silu"  # or "swish"
-            tensors |= dict(z=z[0].view(*lead, HV, V), norm=GatedNorm(weight, norm.eps, activation))
+            gated = GatedNorm(weight, norm.eps, activation)
+            tensors |= dict(z=z[0].reshape(*lead, HV, V), norm=gated)
         gate = gate or self._gate(self.A_log, self.dt_bias)
         flags = dict(beta_logits=True, allow_neg_eigval=bool(self.allow_neg_eigval))
         options = dict(null_index=self.null_index, backend=self.backend)
@@ -92,7 +97,8 @@ class Recurrence:
         return KVBuffer.empty(rows, self.ring or 1 + self.num_spec, H, HV, K, V, **options)
 
     def calls(self, pool: Tensor, tokens: int) -> list[load.Call]:
-        """Calls like those of batches, on that pool: a prefill of `tokens`, a decode, drafts."""
+        """Calls like those of batches, on that pool: a prefill of `tokens`, a decode, drafts, a
+        convolution."""
         (H, HV, V, K), W = self.sizes, 1 + self.num_spec
         gate = self._gate(
             *(torch.empty_like(x, device=pool.device) for x in (self.A_log, self.dt_bias))
@@ -127,4 +133,11 @@ class Recurrence:
             inputs = [x[:n] for x in rows[: 3 if op == "prefill" else 4]]
             return op, self._arguments(inputs, pool, "cu_seqlens" in options, gate) | options
 
-        return [*(call(*case) for case in cases), *folds]
+        weight = pool.new_empty(rows[0].shape[1], TAPS, dtype=self._conv_dtype())
+        windows = pool.new_empty(2, rows[0].shape[1], TAPS - 1, dtype=self.inputs)
+        q, k, v = (x[None] for x in projection.split(rows[0], self.sizes))
+        convolution: dict[str, Any] = dict(q=q, k=k, v=v, conv=ShortConv(weight), windows=windows)
+        convolution |= dict(null_index=self.null_index, backend=self.backend)
+        for name in ("state_indices", "has_initial_state", "cu_seqlens"):
+            convolution[name] = prefill[name]
+        return [*(call(*case) for case in cases), *folds, ("short_conv", convolution)]
