@@ -22,7 +22,7 @@ if states:
 from gated_delta import api, dispatch, gpus, ops
 from gated_delta.integrations.engine import load as start
 from gated_delta.integrations.engine.calls import Calls
-from gated_delta.integrations.sglang import process
+from gated_delta.integrations.sglang import decode_ring, process
 
 
 class Written(Calls):
@@ -97,6 +97,8 @@ if "kernels" in case:
     record(case["kernels"])
 if "on_gpu" in case:
     start.gpu_of = lambda device: gpus.H200
+if "ring_from" in case:  # requests
+    decode_ring.heads_of = lambda configurator, layer: case["ring_from"] * layer.HV
 if "backend" in case:
     process.backend_for = lambda x: case["backend"]
 
