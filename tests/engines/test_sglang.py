@@ -1750,7 +1750,7 @@ class InRing(Run):
         states = tmp_path / "states"
         states.mkdir()
         variables = dict(variables) | dict(GATED_DELTA_SGLANG_RING="1")
-        case = dict(new_tokens=LONG, states=str(states), ring_from=2)
+        case = dict(new_tokens=LONG, states=str(states), ring_from=2, soak=12)
         super().__init__(model, tmp_path, OURS | RING | engine, variables, **case)
         (self.states,) = (json.loads(file.read_text()) for file in states.iterdir())
 
@@ -1759,6 +1759,9 @@ class InRing(Run):
         first, others = ([x[part] for x in tokens] for part in (slice(LONG), slice(LONG, None)))
         assert self.tokens(0) == self.tokens(1) == first
         assert self.tokens(2) == others
+        *_, rush, calm = self.rounds
+        assert [x == y[: len(x)] for x, y in zip(rush, calm)] == [True] * 12
+        assert sum(len(x) < len(y) for x, y in zip(rush, calm)) >= 1  # aborted
         assert self.states["snapshots"] >= 3 * 3  # layers, prompts
         assert self.states["worst"] < 1e-5
 
