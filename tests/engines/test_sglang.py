@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 import inspect
 import json
 import os
@@ -526,7 +527,7 @@ def test_accepted_drafts_stay_in_their_rows(layers, bound):
     for step in range(9):
         accepted = [[3, 2, 1][step % 3], step % 4, 1]
         track = [1 if step == 4 else -1, -1, -1]
-        ring.read(rows, slots)
+        ring.step(rows, slots)
         for layer in range(2):
             x = Given(layers, [3, 3, 3], slots.tolist(), bound=bound, seed=10 * step + layer)
             x.pool = whole[layer]
@@ -688,6 +689,7 @@ def test_a_retracted_requests_state_is_whole(layers, bound, monkeypatch):
     states.copy_(torch.randn_like(states))
     whole, ring.lens[:] = states.clone(), 4
     one, other, last = requests.alloc_rows(3)
+    ring.appends = True
     slots = torch.tensor([3, 0, 5, -1], dtype=torch.int32)
     rows = torch.tensor([one, 0, other, 0])
     for row, slot in ((one, 3), (other, 5), (last, 2)):
@@ -737,6 +739,7 @@ def test_a_retracted_requests_state_is_whole(layers, bound, monkeypatch):
         (dict(others=True), "GDN or KDA layers"),
         (dict(release=True), "SGLang 0.0.1, not 0.5.23, which changes covered"),
         (dict(gpu=True), "tensors on a CUDA device, got cpu"),
+        (dict(kda_in_16_bits=True), "32-bit states of KDA layers"),
     ],
     ids=lambda x: None if isinstance(x, str) else next(iter(x)),
 )
@@ -751,6 +754,11 @@ def test_what_a_ring_cannot_have_ends_the_start(flags, named, monkeypatch):
         monkeypatch.setattr(releases, "SGLANG_RING", other)
     if flags.pop("gpu", False):
         monkeypatch.setattr(process, "backend_for", lambda x: "cute")
+    if flags.pop("kda_in_16_bits", False):
+        configurator = Configurator("KDA")
+        params = configurator.params
+        dtype = dataclasses.replace(params.dtype, temporal=torch.bfloat16)
+        configurator.mambaish_config.mamba2_cache_params = dataclasses.replace(params, dtype=dtype)
     ours = dict(linear_attn_decode_backend=process.NAME, disable_radix_cache=True)
     with under(**ours | flags), pytest.raises(UnsupportedProblem) as error:
         decode_ring._budget(None, configurator, 1.0)
@@ -758,8 +766,9 @@ def test_what_a_ring_cannot_have_ends_the_start(flags, named, monkeypatch):
     assert named in str(error.value)
 
 
-def test_a_rings_memory_is_reserved():
+def test_a_rings_memory_is_reserved(monkeypatch):
     """For the requests that run; else each slot of states pays a part of a request's row."""
+    monkeypatch.setitem(decode_ring.FROM_HEADS, ("KDA", 4), 7 * HV)
     configurator, seen = Configurator("KDA"), []
     configurator.extra_mamba_cache_bytes_per_req = 100
     configurator._calculate_mamba_ratio = lambda: 5
@@ -769,6 +778,7 @@ def test_a_rings_memory_is_reserved():
 
     for flags in (
         dict(max_running_requests=7),
+        dict(max_running_requests=6),  # a ring would not pay
         dict(max_running_requests=None),
         dict(disaggregation_mode="prefill"),  # decodes nothing
     ):
@@ -778,25 +788,21 @@ def test_a_rings_memory_is_reserved():
         row = KVBuffer.empty(1, **decode_ring.sizes(configurator)).nbytes
     assert row == 2 * 15 * 4 * (HV * D + H * D + HV * D)
     part = 100 + -(-row // 5)
-    assert seen == [(1.0 - 8 * row / 2**30, 100), (1.0 - row / 2**30, part), (1.0, 100)]
+    all_rows, one_row = 1.0 - 8 * row / 2**30, 1.0 - row / 2**30
+    assert seen == [(all_rows, 100), (1.0, 100), (one_row, part), (1.0, 100)]
     assert configurator.extra_mamba_cache_bytes_per_req == 100
 
 
 def test_a_graph_steps_the_ring_as_it_replays():
     """Rows of new requests are emptied before a replay, not while SGLang captures a graph."""
-    ring = rings.Ring(torch.zeros(1, P, HV, D, D), KVBuffer.empty(4, 3, H, HV, D, D, num_layers=1))
-    process.state.ring = ring
+    ring = graphs_ring(heads=3 * HV)
     backend = SimpleNamespace(
         _forward_metadata=None,
         init_forward_metadata_out_graph=lambda batch, in_capture: None,
         forward_metadata=SimpleNamespace(mamba_cache_indices=torch.tensor([5, 2, -1])),
     )
     rings.attach(backend)
-    batch = SimpleNamespace(
-        forward_mode=ForwardMode.DECODE,
-        req_pool_indices=torch.tensor([3, 1, 2]),
-        mamba_track_mask=torch.tensor([False, True, True]),
-    )
+    batch = decode_batch(3, 1, 2)
     ring.lens[:] = torch.tensor([0, 1, 2, 3])
     ring.taken = [1]
     backend.init_forward_metadata_out_graph(batch, in_capture=True)
@@ -807,6 +813,7 @@ def test_a_graph_steps_the_ring_as_it_replays():
     assert given["buffer_indices"].tolist() == [3, 1, 0]  # padding has no request's row
     assert given["buffer_lens"].tolist()[:2] == [3, ~0]
     assert ring.lens.tolist()[1:] == [0, 2, 0]
+    assert ring.appends
     ring.drafts, batch.forward_mode = 2, ForwardMode.TARGET_VERIFY
     ring.lens[3] = 2
     backend.init_forward_metadata_in_graph(batch)  # which advances no length
@@ -820,6 +827,78 @@ def test_a_graph_steps_the_ring_as_it_replays():
     assert ring.lens.tolist()[1:] == [0, 2, 0]
     with pytest.raises(RuntimeError, match="room for batches of 72, not 73"):
         ring.step(torch.ones(73), torch.ones(73), None)
+
+
+def graphs_ring(**given):
+    buffer = KVBuffer.empty(4, 3, H, HV, D, D, num_layers=1)
+    for part in (buffer.u, buffer.k, buffer.log_decay):
+        part.fill_(0.5)
+    process.state.ring = rings.Ring(torch.zeros(1, P, HV, D, D), buffer, **given)
+    return process.state.ring
+
+
+def decode_batch(*rows, mode=ForwardMode.DECODE):
+    return SimpleNamespace(
+        forward_mode=mode,
+        logical_forward_mode=mode,
+        req_pool_indices=torch.tensor(rows),
+        mamba_track_mask=torch.arange(len(rows)) > 0,
+    )
+
+
+def test_a_small_batch_finds_states_whole():
+    """Rows are folded once on the way down; an idle rank's batch folds none."""
+    ring, folds = graphs_ring(heads=3 * HV), []
+    fold, slots = ring.fold, {1: 5, 2: 3, 3: 6}
+    ring.fold = lambda rows, slots: (folds.append(rows.tolist()), fold(rows, slots))
+    of = lambda batch: torch.tensor([slots.get(x, -1) for x in batch.req_pool_indices.tolist()])
+    backend = SimpleNamespace(
+        _forward_metadata=lambda batch: SimpleNamespace(mamba_cache_indices=of(batch)),
+        init_forward_metadata_out_graph=None,
+    )
+    rings.attach(backend)
+    decode = lambda *rows, **mode: backend._forward_metadata(decode_batch(*rows, **mode))
+    decode(1, 2)
+    assert (ring.appends, folds) == (False, [])  # nothing to fold
+    decode(3, 1, 2)
+    decode(3, 1, 0)
+    assert ring.appends
+    assert ring.lens.tolist() == [0, 0, 0, 2]
+    decode(0, 0, mode=ForwardMode.IDLE)
+    assert (ring.appends, folds) == (False, [])
+    for _ in range(2):
+        decode(3, 1)
+        assert (ring.appends, folds) == (False, [[3, 1]])
+    assert not ring.lens.any()
+    assert ring.states.flatten(2).any(2).tolist() == [[slot == 6 for slot in range(P)]]
+
+
+def test_triton_updates_lengths_as_torch(monkeypatch):
+    """By Triton's interpreter; row 0 pads, and has no length. Guards lie behind the batch."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    kernels = importlib.import_module("gated_delta.integrations.sglang.ring_kernels")
+    monkeypatch.setattr(kernels, "BLOCK", 8)
+    torch.manual_seed(0)
+    for N, index in ((1, torch.int32), (8, torch.int64), (21, torch.int32)):
+        rows = torch.randperm(40)[:N] + 1
+        slots = torch.randint(-1, 4, (N,), dtype=index)
+        for due, tokens in ((None, 0), (None, 15), (torch.rand(N) < 0.3, 15)):
+            lens = torch.randint(0, 16, (41,), dtype=torch.int32)
+            both = []
+            for module in (rings.ring_lengths, kernels):
+                now, step_rows = lens.clone(), torch.full((N + 3,), 77)
+                step_lens = torch.full((N + 3,), 77, dtype=torch.int32)
+                module.step(rows, slots, due, now, step_rows, step_lens, tokens=tokens)
+                both.append([now, step_rows, step_lens])
+                if due is None:
+                    last = torch.arange(N, dtype=index) % 3 - 1
+                    given = last, slots, now, step_rows, step_lens
+                    both[-1].append(module.keep(*given, room=9))
+            for ours, triton in zip(*both):
+                assert ours.dtype == triton.dtype
+                assert ours.tolist() == triton.tolist()
+            assert both[0][0][0] == lens[0]
+            assert tokens == 0 or N < 8 or (both[0][0] != lens).any()
 
 
 # ------------------------------------------------------------------------ the engine's own kernels
@@ -1446,18 +1525,26 @@ class Run:
     def tokens(self, n):
         return [one["tokens"] for one in self.rounds[n]]
 
-    def looked_for_what_it_needs(self, unused=(), longest=256):
+    def looked_for_what_it_needs(self, unused=(), longest=256, maybe=()):
         """The start loaded the kernels that the calls would launch on a GPU, and no others.
 
         unused: how the labels begin of kernels that it loads, too. longest: where two prompts
-        share a chunk of 256 tokens, the longer part.
+        share a chunk of 256 tokens, the longer part. maybe: labels of kernels for batches that need
+        not occur.
         """
         records = [
             one
             for file in self.kernels.iterdir()
             if (one := json.loads(file.read_text()))["needed"]
         ]
-        looked_for = [[x for x in one["looked_for"] if not x.startswith(unused)] for one in records]
+        looked_for = [
+            [
+                x
+                for x in one["looked_for"]
+                if not x.startswith(unused) and (x in one["needed"] or not x.startswith(maybe))
+            ]
+            for one in records
+        ]
         assert looked_for == [one["needed"] for one in records] != []
         assert all(longest in one["longest"] for one in records)
 
@@ -1667,7 +1754,7 @@ class InRing(Run):
         states = tmp_path / "states"
         states.mkdir()
         variables = dict(variables) | dict(GATED_DELTA_SGLANG_RING="1")
-        case = dict(new_tokens=LONG, states=str(states))
+        case = dict(new_tokens=LONG, states=str(states), ring_from=2, soak=12)
         super().__init__(model, tmp_path, OURS | RING | engine, variables, **case)
         (self.states,) = (json.loads(file.read_text()) for file in states.iterdir())
 
@@ -1676,6 +1763,9 @@ class InRing(Run):
         first, others = ([x[part] for x in tokens] for part in (slice(LONG), slice(LONG, None)))
         assert self.tokens(0) == self.tokens(1) == first
         assert self.tokens(2) == others
+        *_, rush, calm = self.rounds
+        assert [x == y[: len(x)] for x, y in zip(rush, calm)] == [True] * 12
+        assert sum(len(x) < len(y) for x, y in zip(rush, calm)) >= 1  # aborted
         assert self.states["snapshots"] >= 3 * 3  # layers, prompts
         assert self.states["worst"] < 1e-5
 
@@ -1698,11 +1788,11 @@ def test_engine_in_a_ring(qwen3_5, expected_long, tmp_path):
     run.agrees_with(expected_long)
     assert run.log.count("retract") >= 5
     in_ring = "GDN decode and norm in a ring on backend reference"
-    assert run.ran.keys() == {in_ring, "GDN prefill on backend reference"}
+    assert run.ran.keys() == BOTH | {in_ring}  # one request is decoded without the ring
     assert run.ran[in_ring] > run.ran["GDN prefill on backend reference"]
     assert min(run.cached(2)) >= 64  # a state that decode kept
     assert "15 tokens of 4 requests, 36 % of a state each" in run.log
-    run.looked_for_what_it_needs()
+    run.looked_for_what_it_needs(maybe="decode ")
 
 
 @needs_cxx
@@ -1728,4 +1818,4 @@ def test_engine_with_kda_layers_in_a_ring(kda, tmp_path):
     model, tokens = kda
     run = InRing(model, tmp_path, dict(enable_fp32_lm_head=True, disable_overlap_schedule=False))
     run.agrees_with(tokens)
-    run.looked_for_what_it_needs()
+    run.looked_for_what_it_needs(maybe="decode ")

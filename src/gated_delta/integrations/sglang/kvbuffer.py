@@ -240,7 +240,7 @@ def commit(
             counts = count(track_steps[:N])
             api.flush(caches.temporal, drafts.buffer, counts, write_indices=tracked, **given)
         if ring:
-            ring.keep(last_steps[:N] + 1, slots)
+            ring.keep(last_steps[:N], slots)
         else:
             api.flush(caches.temporal, drafts.buffer, count(last_steps), **given)
         # `original` skips a tensor without elements.

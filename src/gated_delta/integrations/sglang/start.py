@@ -89,10 +89,11 @@ class Layer(NamedTuple):
         calls = dict(decode=[("decode", decode)], prefill=[("prefill", prompt)])
         if ring and not kernels.ring_lacks(ring):
             rows = dict(buffer=ring, buffer_indices=zero, buffer_lens=zero)
-            calls["decode"] = [("decode", decode | rows)]
-            if folds:
+            in_ring = [("decode", decode | rows)]
+            if folds:  # and small batches append to none
                 flush = pool | dict(buffer=ring, buffer_indices=zero, num_accepted=zero)
-                calls["decode"].append(("flush", flush))
+                in_ring += [("flush", flush), *calls["decode"]]
+            calls["decode"] = in_ring
         if tracked:
             checkpoints = state.new_zeros(1, 1, *state.shape[1:])
             more = dict(checkpoint_lens=zero[:, None], checkpoints=checkpoints)
