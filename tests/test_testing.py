@@ -202,7 +202,7 @@ def right_norm(o, z, norm, activation=None):
 
 
 @pytest.mark.parametrize("fault", NORM_FAULTS)
-@pytest.mark.parametrize("op", ["decode", "verify"])
+@pytest.mark.parametrize("op", ["decode", "verify", "prefill"])
 def test_a_wrong_norm_fails(monkeypatch, op, fault):
     def finished(o, dtype, norm, z):
         return (o if norm is None else NORM_FAULTS[fault](o.to(dtype).float(), z.float(), norm)).to(
