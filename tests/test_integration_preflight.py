@@ -173,7 +173,9 @@ def test_drafts_and_heads_that_stay_the_engines(plan, monkeypatch):
         patch.setenv("GATED_DELTA_SGLANG_RING", "1")
         decode, _ = plan("sglang", k3, tp=2).modes  # 12 heads, too
         assert decode.ours
-        assert [op for op, _ in decode.calls] == ["decode", "flush"]
+        assert [op for op, _ in decode.calls] == ["decode", "flush", "decode"]
+        decode, *_ = plan("sglang", k3, tp=2, state_dtype=torch.bfloat16).modes
+        assert "16-bit states of KDA have no ring" in decode.reason
         decode, *_ = plan("sglang", NEXT, drafts=4).modes
         assert "a ring takes no drafts" in decode.reason
     decode, prefill = plan("vllm", NEXT, drafts=16).modes

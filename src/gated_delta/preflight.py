@@ -21,6 +21,7 @@ from rich.table import Table
 from . import compile
 from .gpus import GPUS, PRODUCTS, Gpu, card_of, product
 from .integrations.engine import card_check, load, releases
+from .integrations.sglang.decode_ring import FROM_HEADS
 from .integrations.sglang.kernels import ring_lacks
 from .integrations.sglang.process import drafts_need, room
 from .integrations.sglang.start import Layer
@@ -483,6 +484,10 @@ def _sglang(asked: Asked, model: Model) -> tuple[list[Mode], dict[str, int]]:
             mode.leave(f"ours needs {lacks}")
         if mode.name == "decode" and own_ring and T:
             mode.leave("a ring takes no drafts: GATED_DELTA_SGLANG_RING=1 ends the start")
+        if mode.name == "decode" and own_ring and (family, state.element_size()) not in FROM_HEADS:
+            mode.leave(
+                "16-bit states of KDA have no ring: GATED_DELTA_SGLANG_RING=1 ends the start"
+            )
         if mode.name == "decode" and HV in model.served.own_decode and not own_ring:
             mode.leave(f"SGLang has a fused kernel for {HV} heads a GPU")
     return modes, drafts

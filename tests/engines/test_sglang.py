@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -33,6 +34,7 @@ from sglang.srt.configs import mamba_utils
 from sglang.srt.layers.attention.linear import gdn_backend, kda_backend, utils
 from sglang.srt.layers.attention.linear.kernels.gdn_triton import TritonGDNKernel
 from sglang.srt.layers.attention.linear.kernels.kda_triton import TritonKDAKernel
+from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
 from sglang.srt.managers import schedule_policy
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
@@ -40,7 +42,7 @@ from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 from sglang.srt.mem_cache.memory_pool import MambaPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.plugins import load_plugins
-from sglang.srt.plugins.hook_registry import HookRegistry
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_context
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
@@ -55,6 +57,7 @@ from gated_delta.integrations.sglang import cuts as sglang_cuts
 from gated_delta.integrations.sglang import decode_ring, process
 from gated_delta.integrations.sglang import kernels as sglang_kernels
 from gated_delta.integrations.sglang import kvbuffer as kvbuffer
+from gated_delta.integrations.sglang import norm as sglang_norm
 from gated_delta.integrations.sglang import ring as rings
 from gated_delta.integrations.sglang import start as sglang_start
 from gated_delta.problem import KVBuffer, UnsupportedProblem
@@ -764,6 +767,37 @@ def test_what_a_ring_cannot_have_ends_the_start(flags, named, monkeypatch):
         decode_ring._budget(None, configurator, 1.0)
     assert "GATED_DELTA_SGLANG_RING=0 turns it off" in str(error.value)
     assert named in str(error.value)
+
+
+def test_a_start_asks_for_the_kernels_of_its_layers(monkeypatch):
+    """With their norm and bound: a pack need not have others."""
+    monkeypatch.setattr(decode_ring, "heads_of", lambda *_: 0)
+    monkeypatch.setattr(sglang_norm, "gate_of", lambda module: module)
+    attn, asked = RadixLinearAttention.__new__(RadixLinearAttention), []
+    torch.nn.Module.__init__(attn)
+    attn.lower_bound = -5.0
+    configurator = Configurator("KDA")
+    configurator.model = SimpleNamespace(modules=lambda: [SimpleNamespace(attn=attn)])
+    monkeypatch.setattr(load, "refused", lambda calls: asked.extend(calls))
+    with decoding():
+        decode_ring.sizes(configurator)
+    with speculating(drafts=3):
+        kvbuffer.sizes(configurator)
+    asked = [call for op, call in asked if op != "flush"]
+    assert len(asked) == 3
+    assert all("norm" in call and call["gate"].bound == -5.0 for call in asked)
+
+
+def test_hooks_of_other_plug_ins_do_not_displace_ours(monkeypatch):
+    others = [(HookType.BEFORE, print, None)]
+    monkeypatch.setattr(HookRegistry, "_hooks", defaultdict(list, {rings._EXTEND: others}))
+    for _ in range(2):
+        rings.register_folds()
+    assert [hook for _, hook, _ in others] == [print, rings._before_extend]
+    assert len(HookRegistry._hooks[rings._BACKUP]) == 1
+    monkeypatch.setattr(HookRegistry, "_patched", {rings._FUSED, rings._EXTEND, rings._BACKUP})
+    with pytest.raises(RuntimeError, match=r"must hook .*covered, but another plug-in"):
+        process.hook({rings._FUSED: rings._uncovered}, "AFTER")
 
 
 def test_a_rings_memory_is_reserved(monkeypatch):

@@ -126,7 +126,7 @@ def register_folds() -> None:
     """Hooks into the engine where it prefills and backs up states."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    if _EXTEND not in HookRegistry._hooks:
+    if not any(hook is _before_extend for _, hook, _ in HookRegistry._hooks.get(_EXTEND, ())):
         HookRegistry.register(_EXTEND, _before_extend, HookType.AFTER)
         HookRegistry.register(_BACKUP, _before_backup, HookType.BEFORE)
 
@@ -157,8 +157,7 @@ def attach(backend: Any) -> None:
     if ring is None:
         return
     if not ring.drafts:
-        # SGLang's fused decode of Kimi K3 would read states without their rows.
-        process.hook({_FUSED: lambda *_, **__: False}, "AFTER")
+        process.hook({_FUSED: _uncovered}, "AFTER")
     eager, replay = backend._forward_metadata, backend.init_forward_metadata_out_graph
 
     def see(batch: Any, mode: Any, slots: Tensor) -> None:
@@ -197,6 +196,11 @@ def attach(backend: Any) -> None:
     backend._forward_metadata = forward_metadata
     backend.init_forward_metadata_out_graph = out_graph
     backend.init_forward_metadata_in_graph = in_graph
+
+
+def _uncovered(*_: Any, **__: Any) -> bool:
+    """SGLang's fused decode of Kimi K3 would read states without their rows."""
+    return False
 
 
 def _before_extend(_: None, runner: Any, batch: Any) -> None:

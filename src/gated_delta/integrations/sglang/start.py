@@ -119,6 +119,15 @@ class Layer(NamedTuple):
         return calls
 
 
+def linear_layers(runner: Any) -> list[Any]:
+    """The linear layers of the engine's model. SGLang's own tests of its backends have no model."""
+    from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
+
+    model = getattr(runner, "model", None)
+    modules = [x for x in model.modules() if hasattr(x, "attn")] if model is not None else []
+    return [module for module in modules if isinstance(module.attn, RadixLinearAttention)]
+
+
 def check(backend: Any, runner: Any) -> None:
     """Loads the kernels that the layers of a new attention backend launch in our modes.
 
@@ -126,7 +135,6 @@ def check(backend: Any, runner: Any) -> None:
     log. Raises UnsupportedProblem if kernels are missing and cannot be compiled, or may not be,
     or if decode has a ring and our kernels cannot run it.
     """
-    from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
     from sglang.srt.runtime_context import get_exec, max_speculative_num_draft_tokens
 
     warn_of_forks()
@@ -135,9 +143,7 @@ def check(backend: Any, runner: Any) -> None:
     kind = "KDA" if "KDA" in type(backend).__name__ else "GDN"
     drafts = max_speculative_num_draft_tokens() or 0
     layer_ids: dict[Layer, int] = {}  # the last layer of each kind
-    model = getattr(runner, "model", None)  # SGLang's own tests of its backends have no model
-    modules = [x for x in model.modules() if hasattr(x, "attn")] if model is not None else []
-    modules = [module for module in modules if isinstance(module.attn, RadixLinearAttention)]
+    modules = linear_layers(runner)
     for module in modules:
         attn, fused = module.attn, norm.gate_of(module) is not None
         heads = attn.num_k_heads, attn.num_v_heads, attn.head_k_dim, attn.head_v_dim
