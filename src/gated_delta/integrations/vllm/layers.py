@@ -69,7 +69,12 @@ class Core(Recurrence, abstract.MambaBase):
         self.rows: Any = None
         self.buffered = flag(kvbuffer.DRAFTS, False) and self.num_spec > 0 and not left
         self.ring = kvbuffer.ring_tokens(vllm_config) if "prefill" not in left else 0
-        self._refuse(start.missing(self, start.small_pool(self), left) | left)
+        v2 = vllm_config.use_v2_model_runner
+        self.room = kvbuffer.room(1 + self.num_spec) if self.buffered and v2 and align else 0
+        missing = start.missing(self, start.small_pool(self), left)
+        if missing and self.room:  # then its accepted drafts are folded after each verify
+            self.room, missing = 0, start.missing(self, start.small_pool(self), left)
+        self._refuse(missing | left)
         process.layers.add(self)
         where = "decode: {}; prefill: {}".format(*process.routes(self))
         process.logger().info_once(
@@ -81,13 +86,12 @@ class Core(Recurrence, abstract.MambaBase):
                 switch = kvbuffer.RING if self.ring else kvbuffer.DRAFTS
                 raise RuntimeError(f"{switch}=1: {self.prefix} needs {'; '.join(missing)}")
         if self.buffered:
-            v2 = vllm_config.use_v2_model_runner
             (commit.at_recoverssm_seam if v2 else kvbuffer.fold_after_sampling)()
-        if self.ring:
+        if tokens := self.ring or self.room:
             ring.follow_requests()
-            sizes = vllm_config.scheduler_config
+            sizes, drafts = vllm_config.scheduler_config, 1 + self.num_spec if self.room else 0
             most = sizes.max_num_seqs, sizes.max_num_batched_tokens
-            self.rows = ring.of(vllm_config) or ring.Rows(self.ring, *most, DEVICE)
+            self.rows = ring.of(vllm_config) or ring.Rows(tokens, drafts, *most, DEVICE)
 
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
         super().bind_kv_cache(kv_cache)
@@ -246,6 +250,9 @@ class Core(Recurrence, abstract.MambaBase):
         if self.kvbuffer is None:
             api.decode(**packed, state_indices=slots, num_accepted=accepted)
         else:
+            if self.room:
+                lens, rows_of = self.rows.step_lens[:n], self.rows.step_rows[:n]
+                packed |= dict(buffer_indices=rows_of, buffer_lens=lens)
             api.verify(**packed, state_indices=slots[:, 0], buffer=self.kvbuffer)
         self._count("drafts")
 
