@@ -837,35 +837,10 @@ def test_drafts(make: Any, buffered: bool, models: Any, tmp_path: Path) -> None:
         assert result.calls["preempted"]
 
 
-@pytest.mark.parametrize("make", [qwen3_5, kimi_linear])
-def test_decode_in_a_ring(
-    make: Any, models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of three tokens, beside prefills in chunks; requests leave, and others get their slots."""
-    model = models(make)
-    monkeypatch.setenv("GATED_DELTA_VLLM_RING", "1")
-    result = run(
-        tmp_path,
-        model.path,
-        job=dict(preempt_every=7),
-        enable_prefix_caching=False,
-        replayssm_buffer_len=4,
-    )
-    assert result.tokens == model.tokens
-    assert result.calls["preempted"] >= 3
-    assert result.calls["prefill from a state"]
-    assert "prefill+decode" in result.batches
-    assert result.calls["ring"] == result.calls["decode"]
-    assert result.calls["folds"] > 3 * len(PROMPTS) * len(result.report)
-    assert "keeps up to 3 tokens of a sequence beside its state" in result.log
-    _all_on_gated_delta(result, "prefill", "decode")
-    _as_planned(result, model.path, dtype=torch.float32)
-
-
 class Stack:
     """Three layers with one block table: their builder, states of 5 slots and buffers."""
 
-    def __init__(self, even: bool, ring: int):
+    def __init__(self, even: bool):
         from gated_delta.integrations.vllm import kvbuffer as vllm_kvbuffer
 
         L, P, HV, V, K = 3, 5, 2, 16, 32
@@ -879,8 +854,8 @@ class Stack:
             SimpleNamespace(
                 kv_cache=(None, self.storage[pool]),
                 kvbuffer=self.buffer.layer(i),
-                ring=ring,
-                buffered=not ring,
+                ring=0,
+                buffered=True,
                 null_index=0,
                 backend="reference",
             )
@@ -900,72 +875,6 @@ class Stack:
 
 
 @pytest.mark.parametrize("even", [True, False])
-def test_the_ring_before_a_step(even: bool) -> None:
-    """A prompt that goes on has its row folded; a new one forgets the row of its slot's past."""
-    stack = Stack(even, ring=3)
-    builder = stack.builder
-    builder.lens = torch.full((8,), 9, dtype=torch.int32)
-    builder.slot_lens = torch.tensor([0, 3, 1, 2, 2], dtype=torch.int32)
-    expected = stack.flushed([2], [3], buffer_indices=torch.tensor([3]))
-    mixed = dict(num_decodes=2, num_prefills=2, has_initial_state=torch.tensor([1, 1, 1, 0]) > 0)
-    slots = torch.tensor([1, 2, 3, 4, 0], dtype=torch.int32)
-    builder._keep(SimpleNamespace(**mixed, non_spec_state_indices_tensor=slots))
-    assert torch.equal(stack.storage, expected)
-    assert builder.lens.tolist() == [3, 1, *[9] * 6]
-    assert builder.slot_lens.tolist() == [0, 0, 2, 0, 0]
-    slots = torch.tensor([4, 2, 0, 0], dtype=torch.int32)  # padded for a CUDA graph
-    m = SimpleNamespace(num_decodes=2, num_prefills=0, non_spec_state_indices_tensor=slots)
-    for lens in (0, 2), (1, 3), (2, 0), (3, 1), (0, 2):
-        builder._keep(m)
-        assert builder.lens[:2].tolist() == list(lens)
-    assert torch.equal(stack.storage, expected)
-
-
-@pytest.mark.parametrize("channels", [False, True])
-def test_rows_lie_behind_the_states(channels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In vLLM's pages, which vLLM makes large enough."""
-    from vllm.platforms.interface import Platform
-
-    from gated_delta.integrations.vllm import kvbuffer as vllm_kvbuffer
-    from gated_delta.integrations.vllm import layers as vllm_layers
-    from gated_delta.integrations.vllm import process as vllm_process
-
-    shapes, dtypes = ((3, 8), (4, 16, 8)), (torch.bfloat16, torch.float32)
-    layer = object.__new__(vllm_layers.Kimi)
-    vars(layer).update(prefix="model.layers.0", sizes=(2, 4, 16, 8), ring=3, channels=channels)
-    vars(layer).update(get_state_shape=lambda: shapes, get_state_dtype=lambda: dtypes)
-    sizes: list[int] = []
-
-    def align(platform: Any, config: Any, backend: Any) -> None:
-        from vllm.v1.kv_cache_interface import MambaSpec
-
-        spec = MambaSpec(shapes=shapes, dtypes=dtypes, block_size=-1)
-        sizes.append(spec.page_size_bytes)
-
-    monkeypatch.setattr(Platform, "_align_hybrid_block_size", classmethod(align))
-    vllm_kvbuffer.widen_pages.__wrapped__()
-    for layers in ([], [layer]):
-        monkeypatch.setattr(vllm_process, "layers", layers)
-        Platform._align_hybrid_block_size(None, None)
-    row = 4 * 3 * (4 * 16 + 2 * 8 + 4 * (8 if channels else 1))
-    assert sizes == [48 + 4 * 4 * 16 * 8, sizes[0] + row]
-    pages = torch.zeros(5, 1, 1, sizes[1] + 32, dtype=torch.int8)[..., : sizes[1]]
-    vllm_layers.abstract.MambaBase.bind_kv_cache(layer, pages)
-    buffer = vllm_kvbuffer.rows_of(layer, pages)
-    assert buffer.log_decay.shape == ((5, 3, 4, 8) if channels else (5, 3, 4))
-    for x in (buffer.u, buffer.k, buffer.log_decay):
-        assert not x.any()
-        x[2] = -1
-    assert not any(x.any() for x in layer.kv_cache)
-    assert pages.count_nonzero() == pages[2].count_nonzero() == row // 2  # -1: bytes 0, 0, 128, 191
-    spec = vllm_kvbuffer.kv_cache_interface.MambaSpec(
-        shapes=shapes, dtypes=dtypes, block_size=1, page_size_padded=sizes[1] - 1
-    )
-    with pytest.raises(RuntimeError, match=f"model.layers.0 needs pages of {sizes[1]} bytes"):
-        vllm_kvbuffer.with_rows(layer, spec)
-
-
-@pytest.mark.parametrize("even", [True, False])
 def test_folding_after_sampling(even: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the first model runner; drafts beside a prompt; layers that lie unevenly in the cache."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -973,7 +882,7 @@ def test_folding_after_sampling(even: bool, monkeypatch: pytest.MonkeyPatch) -> 
     from gated_delta.integrations.vllm import kvbuffer as vllm_kvbuffer
     from gated_delta.integrations.vllm import process as vllm_process
 
-    stack = Stack(even, ring=0)
+    stack = Stack(even)
     builder = stack.builder
     builder._keep(
         SimpleNamespace(
@@ -997,6 +906,7 @@ def test_folding_after_sampling(even: bool, monkeypatch: pytest.MonkeyPatch) -> 
         assert torch.equal(stack.storage, expected)
 
 
+RING: dict[str, Any] = dict(ring=True, use_v2_model_runner=True)
 CONNECTOR = SimpleNamespace(kv_connector_extra_config={})
 BOTH_WAYS = SimpleNamespace(
     kv_connector_extra_config=dict(
@@ -1022,12 +932,19 @@ BOTH_WAYS = SimpleNamespace(
         (dict(backend="K3's"), "vLLM's metadata for GDN, not Kimi K3's"),
         (dict(use_ubatching=True), "no --enable-dbo, no --ubatch-size"),
         (dict(left=dict(decode="more than 15 draft tokens")), None),  # vLLM's states stay
-        (dict(ring=True), ""),
-        (dict(ring=True, num_spec=3), "no draft tokens"),
-        (dict(ring=True, kv_transfer_config=CONNECTOR), "no KV connector"),
-        (dict(ring=True, num_spec=16, left=dict(decode="16 drafts")), "every .*lack 16 drafts; no"),
-        (dict(ring=True, mamba_cache_mode="align"), "--no-enable-prefix-caching"),
-        (dict(ring=True, left=dict.fromkeys(("decode", "prefill"), "declined")), None),
+        (RING, ""),
+        (RING | dict(mamba_cache_mode="align", kv_transfer_config=CONNECTOR), ""),
+        (RING | dict(use_v2_model_runner=False), "VLLM_USE_V2_MODEL_RUNNER=1"),
+        (RING | dict(version="0.34.0"), "vLLM 0.3[23], not 0.34.0, which changes GPUModelRunner"),
+        (RING | dict(num_spec=3), "no draft tokens"),
+        (RING | dict(prefill_context_parallel_size=2), "--prefill-context-parallel-size 1"),
+        (RING | dict(kv_transfer_config=CONNECTOR), "no KV connector, or --enable-prefix-caching"),
+        (
+            RING | dict(mamba_cache_mode="align", kv_transfer_config=BOTH_WAYS),
+            "no bidirectional_kv_xfer of a KV connector",
+        ),
+        (RING | dict(num_spec=16, left=dict(decode="16 drafts")), "every .*lack 16 drafts; no"),
+        (RING | dict(left=dict.fromkeys(("decode", "prefill"), "declined")), None),
     ],
 )
 def test_what_a_kvbuffer_needs(
@@ -1041,11 +958,13 @@ def test_what_a_kvbuffer_needs(
     )
     case |= dict(backend=vllm_kvbuffer.GDNAttentionBackend, max_num_seqs=4)
     case |= dict(use_ubatching=False, kv_transfer_config=None, replayssm_buffer_len=33, ring=False)
+    case |= dict(prefill_context_parallel_size=1, max_num_batched_tokens=64, version="")
     case |= changed
     switch = vllm_kvbuffer.RING if case["ring"] else vllm_kvbuffer.DRAFTS
     case = dict(use_v2_model_runner=False) | case
     config = SimpleNamespace(enable_chunked_prefill=True, **case)
     config.scheduler_config = config.cache_config = config.parallel_config = config
+    config.compilation_config = SimpleNamespace(static_forward_context={})
 
     class Layer(vllm_layers.Core):
         prefix, name, mamba_type = "model.layers.0", "Layer", None
@@ -1062,14 +981,17 @@ def test_what_a_kvbuffer_needs(
             return 4
 
     base = vllm_layers.abstract.MambaBase
+    if case["version"]:
+        monkeypatch.setattr(vllm_kvbuffer.vllm, "__version__", case["version"])
+        monkeypatch.setattr(releases, "source", lambda *_: "")
     monkeypatch.setenv(switch, "1")
-    monkeypatch.setattr(vllm_kvbuffer, "widen_pages", lambda: None)
     monkeypatch.setattr(vllm_layers, "get_current_vllm_config", lambda: config)
     monkeypatch.setattr(vllm_layers.start, "left_to_vllm", lambda *_: case["left"])
     monkeypatch.setattr(vllm_layers.start, "missing", lambda *_: case["refused"])
     hooked: list[str] = []
     monkeypatch.setattr(vllm_kvbuffer, "fold_after_sampling", lambda: hooked.append("first"))
     monkeypatch.setattr(vllm_layers.commit, "at_recoverssm_seam", lambda: hooked.append("second"))
+    monkeypatch.setattr(vllm_layers.ring, "follow_requests", lambda: hooked.append("second"))
     monkeypatch.setattr(base, "get_attn_backend", lambda layer: case["backend"])
     if needed:
         reason = f"{switch}=1: model.layers.0 needs {needed}"
@@ -1079,7 +1001,7 @@ def test_what_a_kvbuffer_needs(
         in_kvbuffer = needed is not None
         runner = "second" if case["use_v2_model_runner"] else "first"
         assert (Layer().get_attn_backend() is vllm_kvbuffer.Backend) == in_kvbuffer
-        assert hooked == [runner] * (in_kvbuffer and not case["ring"])
+        assert hooked == [runner] * in_kvbuffer
 
 
 def test_the_length_of_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1190,10 +1112,10 @@ def test_a_switch_with_another_value(tmp_path: Path) -> None:
 
 def test_every_change_of_the_code_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     importlib.import_module("vllm")
-    release = releases.VLLM["cpu"]
-    assert release.changes() == []
-    for name in breakages.each(release, monkeypatch):
-        assert release.refusal("0.34.0") == f"0.34.0, which changes {name}"
+    for release in (releases.VLLM["cpu"], releases.VLLM_RING["cpu"]):
+        assert release.changes() == []
+        for name in breakages.each(release, monkeypatch):
+            assert release.refusal("0.34.0") == f"0.34.0, which changes {name}"
 
 
 def test_process_of_the_engine(models: Any, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Drafts in a KVBuffer beside vLLM's prefix cache, in its second model runner: `make test-vllm`.
+"""KVBuffers beside vLLM's prefix cache, in its second model runner: `make test-vllm`.
 
 vLLM's own scheduler, cache manager and metadata; torch in place of its Triton kernels. All outputs
 and every hashed block are compared with a float64 loop over the block's tokens.
@@ -33,12 +33,18 @@ class Saving(vllm_steps.Runner):
         self.check()
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_every_hashed_block(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("case", "ring"),
+    [*((case, 0) for case in CASES), ("small", 31), ("asynchronous", 3), ("parts", 15)],
+)
+def test_every_hashed_block(case: str, ring: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts, or decode's ring of some tokens; 31: KDA's."""
     monkeypatch.setattr(problem, "CHECK", True)
-    runner = Saving(monkeypatch, 0, **COMMON | CASES[case])
-    runner.serve(40)
+    options = COMMON | CASES[case] | dict(ring=ring, channels=ring == 31)
+    runner = Saving(monkeypatch, 0, **options)
+    runner.serve(25 if ring else 40)
     rare = {"aborted", "preempted", "one-token rest", "one-token part"}
+    rare |= {"past a block", "short of a block", "end of a block"} if ring else {"went on"}
     assert [x for x, n in runner.seen.items() if not n and x not in rare] == []
     assert runner.seen["checked"] > 1000
 

@@ -103,9 +103,6 @@ def count():
                 CALLS.update(
                     f"accepted {n - 1}" for n in ([] if accepted is None else accepted.tolist())
                 )
-                if (lens := kwargs.get("buffer_lens")) is not None:
-                    CALLS["ring"] += 1
-                    CALLS["folds"] += int((lens == kwargs["buffer"].u.shape[1]).sum())
                 CALLS["norm"] += kwargs.get("norm") is not None
                 CALLS["deterministic"] += kwargs.get("deterministic", False) is not False
                 most = max(CALLS["most sequences"], len(kwargs["state_indices"]))

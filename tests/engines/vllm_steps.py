@@ -79,12 +79,13 @@ class Steps:
     def configured(self) -> None:
         """Called with the configuration, before the scheduler is built."""
 
-    def add(self, name: str, tokens: list[int], most: int = 64) -> Any:
+    def add(self, name: str, tokens: list[int], most: int = 64, goes_on: bool = False) -> Any:
         from vllm.sampling_params import SamplingParams
         from vllm.v1.request import Request
 
         sampling = SamplingParams(max_tokens=most, ignore_eos=True)
-        request = Request(name, tokens, sampling, None, block_hasher=self.hasher)
+        options: dict[str, Any] = dict(block_hasher=self.hasher, resumable=goes_on)
+        request = Request(name, tokens, sampling, None, **options)
         self.scheduler.add_request(request)
         return request
 
@@ -118,26 +119,31 @@ class Steps:
         return sorted(cuts - {0, tokens})
 
 
-H, HV, V, K, WIDTH = 1, 2, 8, 8, 4
-CHANNELS = 2 * H * K + HV * V
-VOCABULARY = 40
+HV, V, K, WIDTH = 2, 8, 8, 4
+VOCABULARY, BOUND = 40, -5.0
 
 
 class Truth:
-    """The recurrence in float64, token by token, of every text that was asked for."""
+    """The recurrence in float64, token by token, of every text that was asked for.
 
-    def __init__(self) -> None:
+    channels: KDA's, with a bounded gate.
+    """
+
+    def __init__(self, channels: bool = False) -> None:
         generator = torch.Generator().manual_seed(0)
         rand = functools.partial(torch.randn, generator=generator, dtype=torch.float64)
-        self.x, self.g = rand(VOCABULARY, CHANNELS), rand(VOCABULARY, HV)
-        self.beta, self.weight = rand(VOCABULARY, HV), rand(CHANNELS, WIDTH) / 2
-        self.A_log, self.dt_bias = rand(HV), rand(HV)
+        self.H, self.channels = HV if channels else 1, channels
+        self.width = 2 * self.H * K + HV * V
+        gates = (HV, K) if channels else (HV,)
+        self.x, self.g = rand(VOCABULARY, self.width), rand(VOCABULARY, *gates)
+        self.beta, self.weight = rand(VOCABULARY, HV), rand(self.width, WIDTH) / 2
+        self.A_log, self.dt_bias = rand(HV), rand(*gates)
         self.known: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def window(self, tokens: tuple[int, ...], width: int = WIDTH - 1) -> torch.Tensor:
-        """[width, CHANNELS]: the convolution's last inputs."""
+        """[width, D]: the convolution's last inputs."""
         last = self.x[list(tokens[-width:])]
-        return torch.cat([last.new_zeros(width - len(last), CHANNELS), last])
+        return torch.cat([last.new_zeros(width - len(last), self.width), last])
 
     def after(self, tokens: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         """The state [HV, V, K] after the tokens, and the last one's output [HV, V]."""
@@ -146,16 +152,20 @@ class Truth:
         out = self.known[tokens[:n]][1] if n else torch.zeros(HV, V, dtype=torch.float64)
         for end in range(n + 1, len(tokens) + 1):
             y = F.silu((self.window(tokens[:end], WIDTH) * self.weight.T).sum(0))
-            q, k, v = y.split((H * K, H * K, HV * V))
-            q, k = (x * (x.square().sum() + 1e-6).rsqrt() for x in (q, k))
+            q, k, v = y.split((self.H * K, self.H * K, HV * V))
+            q, k = (x.view(-1, K, 1).expand(HV, -1, -1) for x in (q, k))
+            q, k = (x * (x.square().sum(1, True) + 1e-6).rsqrt() for x in (q, k))
             last = tokens[end - 1]
-            g = -self.A_log.exp() * F.softplus(self.g[last] + self.dt_bias)
-            state = state * g.exp()[:, None, None]
-            u = self.beta[last].sigmoid()[:, None] * (v.view(HV, V) - state @ k)
-            state = state + u[:, :, None] * k
-            out = state @ q * K**-0.5
+            state = state * self._log_decay(last).exp().view(HV, 1, -1)
+            u = self.beta[last].sigmoid()[:, None] * (v.view(HV, V) - (state @ k)[..., 0])
+            state = state + u[:, :, None] * k.mT
+            out = (state @ q)[..., 0] * K**-0.5
             self.known[tokens[:end]] = state, out
         return state, out
+
+    def _log_decay(self, token: int) -> torch.Tensor:
+        x, rate = self.g[token] + self.dt_bias, self.A_log.exp()
+        return BOUND * (rate[:, None] * x).sigmoid() if self.channels else -rate * F.softplus(x)
 
 
 def conv_prefill(x: Any, weight: Any, bias: Any, **kw: Any) -> torch.Tensor:
@@ -185,10 +195,11 @@ SEEN = (
     "end of a block",
     "past a block",
     "short of a block",
+    "went on",
     "checked",
 )
-"""What a run meets. hit: of a cached prefix. idle: a dummy batch. past, short of: drafts end in the
-next block, and the accepted ones do or do not."""
+"""What a run meets. hit: of a cached prefix. idle: a dummy batch. went on: with more input. past,
+short of: drafts end in the next block, and the accepted ones do or do not."""
 
 
 NEAR = dict(rtol=1e-4, atol=1e-5)
@@ -264,28 +275,49 @@ class Copies:
                 self.copy(r, int(columns[r]), to, bias)
 
 
+class Requests:
+    """vLLM's RequestState: the last index that is free is the next."""
+
+    def __init__(self, most: int):
+        self.req_id_to_index: dict[str, int] = {}
+        self.free = list(range(most))
+
+    def add_request(self, req_id: str, **_: Any) -> None:
+        self.req_id_to_index[req_id] = self.free.pop()
+
+    def remove_request(self, req_id: str) -> int | None:
+        row = self.req_id_to_index.pop(req_id, None)
+        self.free += [] if row is None else [row]
+        return row
+
+    def apply_staged_writes(self) -> None:
+        pass
+
+
 class Runner(Steps):
     """Two block tables of two linear layers each, served in steps; drafts are random.
 
-    accept: the share of drafts that the model accepts.
+    accept: the share of drafts that the model accepts. ring: tokens of a row of decode's ring, and
+    no drafts. room: tokens of a row in which drafts stay; 0: they do not. channels: KDA's layers.
     """
 
-    tables, drafts = 2, 3
-    shapes = (WIDTH - 1 + 3, CHANNELS), (HV, V, K)
+    tables = 2
 
     def __init__(self, monkeypatch: Any, seed: int, **options: Any):
-        from vllm.model_executor.layers.mamba.ops import causal_conv1d
-        from vllm.v1.worker.gpu.model_states import default, mamba_hybrid, recoverssm
         from vllm.v1.worker.utils import AttentionGroup
 
-        from gated_delta.integrations.vllm import commit, kvbuffer, layers, process
+        from gated_delta.integrations.vllm import kvbuffer, layers, process
 
         self.monkeypatch = monkeypatch
         self.asynchronous = options.pop("asynchronous", False)
+        self.ring, self.truth = options.pop("ring", 0), Truth(options.pop("channels", False))
+        self.room, self.drafts = options.pop("room", 0), 0 if self.ring else 3
+        self.shapes = (WIDTH - 1 + self.drafts, self.truth.width), (HV, V, K)
         method = "ngram_gpu" if self.asynchronous else "ngram"
         ngram = dict(method=method, num_speculative_tokens=self.drafts, prompt_lookup_max=2)
-        super().__init__(speculative_config=ngram | dict(prompt_lookup_min=1), **options)
-        self.random, self.truth, self.accept = random.Random(seed), Truth(), 0.7
+        ngram |= dict(prompt_lookup_min=1)
+        super().__init__(speculative_config=ngram if self.drafts else None, **options)
+        self.random, self.accept = random.Random(seed), 0.7
         self.block = self.config.cache_config.mamba_block_size
         P, R = self.cache.num_blocks, self.config.scheduler_config.max_num_seqs
         self.states = torch.full((2, P, HV, V, K), torch.nan)
@@ -293,14 +325,28 @@ class Runner(Steps):
         self.states[:, 0] = self.windows[:, 0] = 0
         columns = -(-self.config.model_config.max_model_len // self.block)
         self.by_request = [torch.zeros(R, columns, dtype=torch.int32) for _ in range(2)]
-        self.in_batch = [torch.zeros(R, columns, dtype=torch.int32) for _ in range(2)]
-        self.free, self.requests = list(range(R)), {}
+        self.in_batch = [torch.zeros(2 * R, columns, dtype=torch.int32) for _ in range(2)]
+        self.req_states, self.requests = Requests(R), {}
         self.computed = torch.zeros(R, dtype=torch.int32)
         self.tokens_of: dict[bytes, tuple[int, ...]] = {}
         self.hasher = functools.partial(self._hash, self.hasher)
         self.seen: dict[str, int] = dict.fromkeys(SEEN, 0)
 
         monkeypatch.setattr(process, "layers", self._layers(layers, R))
+        self._replace_kernels(monkeypatch)
+        self._hook(monkeypatch)
+        self.groups: list[list[Any]] = [[]]
+        for n, group in enumerate(self.cache.kv_cache_groups[1:], 1):
+            x = AttentionGroup(kvbuffer.Backend, group.layer_names, group.kv_cache_spec, n)
+            x.create_metadata_builders(self.config, torch.device("cpu"), None)
+            builder = x.get_metadata_builder(0)
+            builder.supports_update_block_table, builder.mamba_aligned_state_indices = True, None
+            self.groups.append([x])
+
+    def _replace_kernels(self, monkeypatch: Any) -> None:
+        from vllm.model_executor.layers.mamba.ops import causal_conv1d
+        from vllm.v1.worker.gpu.model_states import mamba_hybrid, recoverssm
+
         monkeypatch.setattr(causal_conv1d, "causal_conv1d_update", vllm_driver.conv_update)
         monkeypatch.setattr(causal_conv1d, "causal_conv1d_fn", conv_prefill)
         for module, name, run in (
@@ -309,20 +355,41 @@ class Runner(Steps):
             (recoverssm, "_postprocess_recoverssm_align_kernel", postprocess),
         ):
             monkeypatch.setattr(module, name, Kernel(run))
+
+    def _hook(self, monkeypatch: Any) -> None:
+        """The plug-in's hooks, and vLLM's state of the model and of its requests."""
+        from vllm.v1.worker.gpu import model_runner
+        from vllm.v1.worker.gpu.model_states import default, mamba_hybrid
+
+        from gated_delta.integrations.vllm import commit, ring
+
         base, kind = default.DefaultModelState, mamba_hybrid.MambaHybridModelState
         monkeypatch.setattr(base, "__init__", default.ModelState.__init__)
-        monkeypatch.setattr(base, "add_request", lambda *_: None)
-        monkeypatch.setattr(kind, "__init__", kind.__init__)
-        commit.at_recoverssm_seam.__wrapped__()
+        for name in ("add_request", "remove_request", "apply_staged_writes"):
+            monkeypatch.setattr(base, name, lambda *_: None)
+        for name in ("__init__", "add_request", "preprocess_state", "prepare_attn"):
+            monkeypatch.setattr(kind, name, getattr(kind, name))
+        runner = model_runner.GPUModelRunner
+        monkeypatch.setattr(runner, "add_requests", runner.add_requests)
+        if self.ring or self.room:
+            ring.follow_requests.__wrapped__()
+        if not self.ring:
+            commit.at_recoverssm_seam.__wrapped__()
         self.model = kind(self.config, None, None, torch.device("cpu"))
         self.model._mamba_ctx = Copies(self)
-        self.groups: list[list[Any]] = [[]]
-        for n, group in enumerate(self.cache.kv_cache_groups[1:], 1):
-            x = AttentionGroup(kvbuffer.Backend, group.layer_names, group.kv_cache_spec, n)
-            x.create_metadata_builders(self.config, torch.device("cpu"), None)
-            builder = x.get_metadata_builder(0)
-            builder.supports_update_block_table, builder.mamba_aligned_state_indices = True, None
-            self.groups.append([x])
+        self.worker = SimpleNamespace(
+            vllm_config=self.config,
+            req_states=self.req_states,
+            model_state=self.model,
+            block_tables=SimpleNamespace(append_block_ids=lambda *_, **__: None),
+            lora_state=SimpleNamespace(add_request=lambda *_: None),
+            is_last_pp_rank=False,
+            **dict.fromkeys(
+                ("adaptive_verification", "pooling_runner", "encoder_cache", "sampler")
+            ),
+        )
+        self.worker._remove_request = self.req_states.remove_request
+        self.add_requests = functools.partial(runner.add_requests, self.worker)
 
     def configured(self) -> None:
         """vLLM chooses this runner where it has Triton."""
@@ -333,19 +400,28 @@ class Runner(Steps):
         return [f"{group} {n}" for n in range(2)]
 
     def _layers(self, module: Any, rows: int) -> list[Any]:
-        layers = self.config.compilation_config.static_forward_context
+        from gated_delta.integrations.vllm import ring
+
+        layers, truth = self.config.compilation_config.static_forward_context, self.truth
+        T, tokens = 1 + self.drafts, self.ring or self.room
+        shared = ring.Rows(tokens, 0 if self.ring else T, rows, 64, "cpu") if tokens else None
+        weights = dict(A_log=truth.A_log.float(), dt_bias=truth.dt_bias.float())
+        weight, kind = truth.weight.float(), module.Kimi if truth.channels else module.Qwen
         for table in range(2):
             for n, name in enumerate(self.names(f"states {table}")):
-                layers[name] = layer = object.__new__(module.Qwen)
-                weights = dict(A_log=self.truth.A_log.float(), dt_bias=self.truth.dt_bias.float())
-                weight, metadata = self.truth.weight.float(), functools.partial(self.metadata, name)
+                layers[name] = layer = object.__new__(kind)
+                metadata = functools.partial(self.metadata, name)
                 windows = self.windows[n].mT
-                vars(layer).update(**weights, prefix=name, sizes=(H, HV, V, K), refused={})
+                vars(layer).update(**weights, prefix=name, sizes=(truth.H, HV, V, K), refused={})
                 vars(layer).update(kv_cache=(self.windows[n], self.states[n]), num_spec=self.drafts)
-                vars(layer).update(buffered=True, fuses_norm=False, deterministic=False)
+                vars(layer).update(buffered=not self.ring, ring=self.ring, rows=shared)
+                vars(layer).update(room=self.room)
+                vars(layer).update(fuses_norm=False, deterministic=False, gate_lower_bound=BOUND)
                 vars(layer).update(builder=None, aligned=False, _metadata=metadata)
                 vars(layer)["_convolution"] = lambda w=windows, x=weight: (w, x, None, "silu")
                 layer.kvbuffer = layer.buffer(rows, "cpu")
+                for x in vars(layer.kvbuffer).values():
+                    x.fill_(torch.nan)
         return list(layers.values())
 
     def metadata(self, name: str) -> Any:
@@ -355,16 +431,18 @@ class Runner(Steps):
         """Every layer's output of a batch [layers, tokens, HV, V]."""
         from vllm.config.compilation import CUDAGraphMode
 
-        mode, lens = CUDAGraphMode.NONE, torch.zeros(2, 0)
-        attn = (batch, mode, tables, [lens] * 3, self.groups, self.cache)
+        padded = batch.num_tokens_after_padding > batch.num_tokens
+        mode = CUDAGraphMode.FULL if padded else CUDAGraphMode.NONE
+        attn = (batch, mode, tables, [torch.zeros(2, 0)] * 3, self.groups, self.cache)
         self.of_step = self.model.prepare_attn(*attn)
-        ids = torch.tensor(tokens)
+        ids = torch.tensor([*tokens, *[0] * (batch.num_tokens_after_padding - len(tokens))])
         rows = [x[ids].float() for x in (self.truth.x, self.truth.g, self.truth.beta)]
         outputs = []
         for layer in self.config.compilation_config.static_forward_context.values():
             outputs.append(out := torch.full((len(ids), HV, V), torch.nan))
             assert layer._run(*rows, out)
-        return torch.stack(outputs)
+            assert not out[len(tokens) :].any()
+        return torch.stack(outputs)[:, : len(tokens)]
 
     def execute(self, batch: Any) -> dict[str, list[int]]:
         """The worker's part of a step: what it samples, by request."""
@@ -387,6 +465,7 @@ class Runner(Steps):
         lens = [batch.num_scheduled_tokens[name] for name in names]
         rows = torch.tensor([request.row for request in requests])
         for by_request, in_batch in zip(self.by_request, self.in_batch, strict=True):
+            in_batch.zero_()
             in_batch[: len(rows)] = by_request[rows]
         known = np.array([request.known for request in requests])
         prefill = np.array([request.prefill for request in requests])
@@ -395,6 +474,8 @@ class Runner(Steps):
         inputs.is_prefilling_np = known < prefill
         inputs.prefill_runs_as_decode_np = (known < prefill) & (new == 1) & (known > 0)
         inputs.num_draft_tokens_per_req = np.array(drafts, np.int32)
+        if self.ring and max(lens) == 1:  # as for a CUDA graph
+            self._pad(inputs)
         self.model.preprocess_state(inputs, None, self.cache, self.computed)
         texts = []
         for request, s, n, k in zip(requests, lens, self.computed[rows].tolist(), drafts):
@@ -411,6 +492,11 @@ class Runner(Steps):
         answers, sampled = self._sample(requests, texts, drafts, inputs)
         self.model.postprocess_state(rows, sampled, self.computed)
         self.save()
+        for request, (text, _), k, first in zip(requests, texts, drafts, inputs.is_prefilling_np):
+            if first and not k:  # a connector may send a prompt's state, wherever it ends
+                column = -(-len(text) // self.block) - 1
+                for table in self.by_request:
+                    self.compare(text, int(table[request.row, column]))
         self._note(texts, drafts, answers, inputs)
         return dict(zip(names, answers, strict=True))
 
@@ -468,6 +554,16 @@ class Runner(Steps):
             prompt_lens=None,
         )
 
+    def _pad(self, inputs: Any) -> None:
+        """With rows behind the batch's; vLLM's metadata has them too."""
+        n = inputs.num_reqs
+        more = -n % 4 if (inputs.is_prefilling_np <= inputs.prefill_runs_as_decode_np).all() else 0
+        inputs.num_reqs_after_padding = inputs.num_tokens_after_padding = n + more
+        inputs.query_start_loc = F.pad(inputs.query_start_loc, (0, more), value=n)
+        inputs.query_start_loc_np = inputs.query_start_loc.numpy()
+        inputs.seq_lens = F.pad(inputs.seq_lens, (0, more))
+        inputs.seq_lens_cpu_upper_bound = F.pad(inputs.seq_lens_cpu_upper_bound, (0, more))
+
     def _tables(self) -> Any:
         n = len(self.in_batch[0])
         return (torch.zeros(n, 1, dtype=torch.int32), *self.in_batch)
@@ -489,11 +585,12 @@ class Runner(Steps):
         """Requests that leave, come and go on."""
         self.seen["preempted"] += len(batch.preempted_req_ids or ())
         for name in sorted(batch.finished_req_ids | (batch.preempted_req_ids or set())):
-            if name in self.requests:
-                self.free.append(self.requests.pop(name).row)
+            self.req_states.remove_request(name)
+            self.requests.pop(name, None)
+        self.seen["went on"] += sum(x.req_id in self.requests for x in batch.scheduled_new_reqs)
+        self.add_requests(batch)
         for new in batch.scheduled_new_reqs:
-            assert new.req_id not in self.requests
-            row, known = self.free.pop(0), new.num_computed_tokens
+            row, known = self.req_states.req_id_to_index[new.req_id], new.num_computed_tokens
             tokens = list(new.prefill_token_ids)
             self.requests[new.req_id] = SimpleNamespace(
                 row=row, tokens=tokens, prefill=len(tokens), known=known, drafts=[], columns=0
@@ -501,7 +598,6 @@ class Runner(Steps):
             self.computed[row] = known
             self.seen["hit"] += known > 0
             self.seen["one-token rest"] += len(tokens) - known == 1
-            self.model.add_request(row, new)
             self._append(self.requests[new.req_id], new.block_ids)
         cached = batch.scheduled_cached_reqs
         for name, known, blocks in zip(
@@ -559,8 +655,10 @@ class Runner(Steps):
                 text = text[: self.random.choice((len(text), self.random.randrange(200)))]
                 more = self.random.choice((1, 1, 5, 40, 90))
                 text = [*text, *(self.random.randrange(VOCABULARY) for _ in range(more))]
-                self.add(f"{added}", text, self.random.randrange(1, 60))
+                goes_on = self.ring > 0 and self.random.random() < 0.3
+                self.add(f"{added}", text, self.random.randrange(1, 60), goes_on)
                 added += 1
+            self._go_on()
             chance = self.random.random()
             forced = chance < 0.02 and not self.asynchronous  # its last answer is on the way
             if forced and len(self.scheduler.running) > 1:
@@ -586,3 +684,14 @@ class Runner(Steps):
                 drafts = [self.requests[name].drafts for name in names]
                 if not self.asynchronous:
                     self.scheduler.update_draft_token_ids(DraftTokenIds(names, drafts))
+
+    def _go_on(self) -> None:
+        """More input, or the end, for requests that wait for it."""
+        from vllm.v1.request import RequestStatus
+
+        for name, request in list(self.scheduler.requests.items()):
+            if request.status == RequestStatus.WAITING_FOR_STREAMING_REQ:
+                more = self.random.choice((1, 1, 2, 20))
+                tokens = [self.random.randrange(VOCABULARY) for _ in range(more)]
+                goes_on = request.num_tokens < 300 and self.random.random() < 0.7
+                self.add(name, tokens, self.random.randrange(1, 30), goes_on)

@@ -22,6 +22,12 @@ def drafts_line(buffer: float, states: float) -> str:
     return "gated_delta keeps drafts in {:.3f} GiB, in place of {:.3f} GiB of states".format(*sizes)
 
 
+def ring_line(buffer: float, tokens: int, requests: int, states: float) -> str:
+    """Of an engine's log: bytes of a ring, and of as many states."""
+    rows = f"{tokens} tokens of {requests} requests, {buffer / states:.0%} of a state each"
+    return f"gated_delta's ring takes {buffer / 2**30:.3f} GiB: {rows}"
+
+
 def refused(calls: Iterable[Call], gpu: Gpu | torch.device | None = None) -> dict[str, str]:
     """The operations that cannot run these calls, and why; on a GPU, or where the tensors are.
 

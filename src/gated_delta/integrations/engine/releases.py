@@ -341,7 +341,6 @@ VLLM = {
                 "KimiK3KDAMetadata": "01553b6a",
                 "KimiK3KDAMetadataBuilder": "fefab0e8",
             },
-            "platforms/interface.py": {"Platform._align_hybrid_block_size": "deb9d8f4"},
             "v1/attention/backends/gdn_attn.py": {
                 "GDNAttentionBackend": "2b0e7d76",
                 "GDNAttentionMetadata": "28df30c7",
@@ -384,7 +383,6 @@ VLLM = {
                 "KimiK3KDAMetadata": "01553b6a",
                 "KimiK3KDAMetadataBuilder": "fa25fecb",
             },
-            "platforms/interface.py": {"Platform._align_hybrid_block_size": "854243b9"},
             "v1/attention/backends/gdn_attn.py": {
                 "GDNAttentionBackend": "2b0e7d76",
                 "GDNAttentionMetadata": "caf9dab7",
@@ -403,3 +401,38 @@ VLLM = {
     ),
 }
 """By vLLM's platform."""
+
+_RUNNER, _REQUESTS = "v1/worker/gpu/model_runner.py", "v1/worker/gpu/states.py"
+_TABLES = "v1/worker/gpu/block_table.py"
+_ADMISSION = {
+    "GPUModelRunner.add_requests": "a5fd54cc",
+    "GPUModelRunner._remove_request": "8b4d7ca3",
+    "GPUModelRunner.gather_batch_req_state": "643360ce",
+}
+VLLM_RING = {
+    "cuda": Release(
+        "vllm",
+        "0.33",
+        {
+            _RUNNER: _ADMISSION | {"GPUModelRunner.execute_model": "6a862814"},
+            _REQUESTS: {
+                "RequestState.add_request": "a7499667",
+                "RequestState.remove_request": "99ac5ce9",
+            },
+            _TABLES: {"BlockTables.get_dummy_block_tables": "0a2faa68"},
+        },
+    ),
+    "cpu": Release(
+        "vllm",
+        "0.32",
+        {
+            _RUNNER: _ADMISSION | {"GPUModelRunner.execute_model": "e2a22df8"},
+            _REQUESTS: {
+                "RequestState.add_request": "351de81f",
+                "RequestState.remove_request": "99ac5ce9",
+            },
+            _TABLES: {"BlockTables.get_dummy_block_tables": "b0d0a5da"},
+        },
+    ),
+}
+"""What a ring depends on besides: who admits a request, and which batches are dummies."""

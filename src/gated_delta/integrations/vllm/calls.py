@@ -25,14 +25,15 @@ class Recurrence:
     sizes: H, HV, V, K. channels: the gate has K channels. num_spec: draft tokens. fuses_norm:
     decode includes the gated norm. aligned: prefill also keeps states inside a prompt.
     allow_neg_eigval: beta is 2 sigmoid(b). buffered: drafts go to a KVBuffer. ring: decode keeps so
-    many tokens in one, in the row of the sequence's slot; 0: none. kvbuffer: of either, once there
-    is one. Gate weights A_log, dt_bias: any device.
+    many tokens in one, in a request's row; 0: none. room: tokens of a row in which accepted drafts
+    stay; 0: they do not. kvbuffer: of either, once there is one. Gate weights A_log, dt_bias: any device.
     """
 
     channels = False
     allow_neg_eigval = False
     buffered = False
     ring = 0
+    room = 0
     kvbuffer: KVBuffer | None = None
     null_index = 0
     sizes: tuple[int, int, int, int]
@@ -94,7 +95,8 @@ class Recurrence:
         H, HV, V, K = self.sizes
         gate = "channel" if self.channels else "head"
         options: dict[str, Any] = dict(gate=gate, num_layers=num_layers, device=device)
-        return KVBuffer.empty(rows, self.ring or 1 + self.num_spec, H, HV, K, V, **options)
+        tokens = self.ring or self.room or 1 + self.num_spec
+        return KVBuffer.empty(rows, tokens, H, HV, K, V, **options)
 
     def calls(self, pool: Tensor, tokens: int) -> list[load.Call]:
         """Calls like those of batches, on that pool: a prefill of `tokens`, a decode, drafts, a
@@ -121,7 +123,8 @@ class Recurrence:
             decode = buffer | dict(buffer_indices=one, buffer_lens=one)
         cases = [("prefill", tokens, prefill), ("decode", 1, decode)]
         if self.buffered:
-            cases.append(("verify", W, buffer | dict(cu_seqlens=cu_seqlens * W)))
+            kept = dict(buffer_indices=one, buffer_lens=one) if self.room else {}
+            cases.append(("verify", W, buffer | dict(cu_seqlens=cu_seqlens * W) | kept))
         elif self.num_spec:
             accepted = dict(num_accepted=one, cu_seqlens=cu_seqlens * W)
             cases.append(("decode", W, dict(state_indices=one.repeat(1, W)) | accepted))

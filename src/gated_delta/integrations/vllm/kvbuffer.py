@@ -2,8 +2,8 @@
 
 GATED_DELTA_VLLM_KVBUFFER=1: `verify` fills a buffer with drafts, `flush` folds the accepted ones
 after sampling. By default vLLM keeps a block with a whole state for each draft token of each
-request. GATED_DELTA_VLLM_RING=1: decode with a buffer. Its rows lie in vLLM's pages, behind the
-states, so a row belongs to the slot that it completes. Imports vLLM; layers.py imports it.
+request. GATED_DELTA_VLLM_RING=1: decode with a buffer, in rows of requests (ring.py). Imports vLLM;
+layers.py imports it.
 """
 
 from __future__ import annotations
@@ -11,33 +11,28 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
+import vllm
 from torch import Tensor
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
-from vllm.platforms.interface import Platform
-from vllm.v1 import kv_cache_interface
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionBackend, GDNAttentionMetadataBuilder
+from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 
 from gated_delta import api, problem
 from gated_delta.compile import flag
-from gated_delta.integrations.engine import load
+from gated_delta.integrations.engine import load, releases
 from gated_delta.integrations.vllm import commit, process
 from gated_delta.integrations.vllm.start import DEVICE
 from gated_delta.problem import MAX_BUFFER, KVBuffer, unique
-from gated_delta.replaced import replaced
 
 DRAFTS, RING = "GATED_DELTA_VLLM_KVBUFFER", "GATED_DELTA_VLLM_RING"
 
 
 class Builder(GDNAttentionMetadataBuilder):
-    """Metadata of layers with one block table; keeps the step's until its tokens are sampled.
-
-    lens: the ring's tokens of each sequence of a decode, its buffer_lens; CUDA graphs read them.
-    """
+    """Metadata of layers with one block table; keeps the step's until its tokens are sampled."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: Any, vllm_config: Any, device: Any):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -49,13 +44,17 @@ class Builder(GDNAttentionMetadataBuilder):
         layers = vllm_config.compilation_config.static_forward_context
         self.layers = [layers[name] for name in layer_names]
         self.step: Any = None
-        self.lens = _zeros(vllm_config.scheduler_config.max_num_batched_tokens, device)
+        self.rows = self.layers[0].rows
+        if self.cached and self.rows:
+            self.rows.block = kv_cache_spec.block_size
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, *a: Any, **kw: Any) -> Any:
         metadata = super().build(common_prefix_len, common_attn_metadata, *a, **kw)
         if self.layers[0].buffered:
             block = self.kv_cache_spec.block_size if self.cached else None
-            metadata = commit.metadata(metadata, common_attn_metadata, block)
+            metadata = commit.metadata(metadata, common_attn_metadata, block, self.rows)
+        if self.rows:
+            self.rows.step(metadata, common_attn_metadata.seq_lens)
         return self._keep(metadata)
 
     def update_block_table(self, metadata: Any, blk_table: Tensor, slot_mapping: Any) -> Any:
@@ -70,30 +69,15 @@ class Builder(GDNAttentionMetadataBuilder):
         self.step = metadata
         if self.layers[0].buffered:
             metadata.builder = self
-        if self.layers[0].ring:
-            self._advance(metadata)
+        if self.rows and len(self.rows.prompts):
+            self._fold_prompts(metadata, self.rows)
         return metadata
 
-    @functools.cached_property
-    def slot_lens(self) -> Tensor:
-        """[slots] int32: the ring's tokens of each slot, after the steps built so far."""
-        return _zeros(len(self.layers[0].kv_cache[1]), self.lens.device)
-
-    def _advance(self, m: Any) -> None:
-        """Writes the step's `lens`, and folds the rows of sequences that go on with a prefill.
-
-        On the device, ahead of the step. A prefill from zeros forgets what its slot held before.
-        """
-        slots, n = m.non_spec_state_indices_tensor, m.num_decodes
-        if m.num_prefills:
-            prompts = slots[n : n + m.num_prefills].long()
-            held = self.slot_lens[prompts] * m.has_initial_state[n : n + m.num_prefills]
-            self._flush(held, prompts, buffer_indices=prompts)
-            self.slot_lens.index_fill_(0, prompts, 0)
-            slots = slots[:n]
-        lens = torch.index_select(self.slot_lens, 0, slots, out=self.lens[: len(slots)])
-        # As KVBuffer.advance, in two kernels: none is negative, and a full row is folded.
-        self.slot_lens[slots] = (lens + 1) % (self.layers[0].ring + 1)
+    def _fold_prompts(self, m: Any, rows: Any) -> None:
+        """Folds the rows of sequences that go on with a prefill."""
+        first = 0 if rows.drafts else m.num_decodes
+        slots = m.non_spec_state_indices_tensor[first:][: len(rows.prompts)]
+        self._flush(rows.prompt_lens, slots, buffer_indices=rows.prompts)
 
     def _flush(self, num_accepted: Tensor, slots: Tensor, **options: Any) -> None:
         options |= dict(null_index=self.layers[0].null_index, backend=self.layers[0].backend)
@@ -149,20 +133,17 @@ class Builder(GDNAttentionMetadataBuilder):
             width = windows.shape[2] - self.num_spec
             moves = [(boundary, counts.boundary), (last, counts.accepted)]
             commit.move_windows(windows, width, slots, moves)
+        where = dict(buffer_indices=self.rows.step_rows[:n]) if self.rows else {}
         # In this order: the last slot may be the sequence's own.
-        self._flush(counts.boundary, slots, write_indices=boundary)
-        self._flush(counts.accepted, slots, write_indices=last)
+        self._flush(counts.folded_to_boundary, slots, write_indices=boundary, **where)
+        last = last.where(counts.folded >= 0, NULL_BLOCK_ID)
+        self._flush(counts.folded, slots, write_indices=last, **where)
 
 
 class Backend(GDNAttentionBackend):
     @staticmethod
     def get_builder_cls() -> type[Builder]:
         return Builder
-
-
-@torch.inference_mode(False)  # so that any mode may write to it
-def _zeros(n: int, device: Any) -> Tensor:
-    return torch.zeros(n, dtype=torch.int32, device=device)
 
 
 def _stacked(tensors: Sequence[Tensor]) -> Tensor | None:
@@ -196,25 +177,28 @@ def lacks(layer: Any, backend: Any, vllm_config: Any) -> list[str]:
 def _lacks_of_runner(layer: Any, vllm_config: Any) -> dict[str, bool]:
     """By need: what vLLM's model runner lacks, in copying and sending states."""
     cache, connector = vllm_config.cache_config, vllm_config.kv_transfer_config
-    cached = cache.mamba_cache_mode != "none"
-    if layer.ring:
-        return {
-            # Where a cached prefix ends vLLM copies a state without its row.
-            "--no-enable-prefix-caching": cached,
-            "no draft tokens": layer.num_spec > 0,
-            "no KV connector": connector is not None,  # it sends states alone
-        }
-    v1 = not vllm_config.use_v2_model_runner
+    cached, v1 = cache.mamba_cache_mode != "none", not vllm_config.use_v2_model_runner
     extra = connector.kv_connector_extra_config if connector is not None else {}
     extras = [extra, *(x.get("kv_connector_extra_config", {}) for x in extra.get("connectors", ()))]
+    # It sends a state that drafts or a row may follow, between blocks.
+    both_ways = any(x.get("bidirectional_kv_xfer") for x in extras)
+    if layer.ring:
+        parallel, release = vllm_config.parallel_config, releases.VLLM_RING[DEVICE]
+        other = release.refusal(vllm.__version__)
+        return {
+            "VLLM_USE_V2_MODEL_RUNNER=1": v1,
+            f"vLLM {release.version}, not {other}": other is not None,
+            "no draft tokens": layer.num_spec > 0,
+            "--prefill-context-parallel-size 1": parallel.prefill_context_parallel_size > 1,
+            # Without blocks it may send any state.
+            "no KV connector, or --enable-prefix-caching": connector is not None and not cached,
+            "no bidirectional_kv_xfer of a KV connector": both_ways,
+        }
     return {
         # The first one copies an accepted token's state, and saves before it samples.
         "--no-enable-prefix-caching, or VLLM_USE_V2_MODEL_RUNNER=1": cached and v1,
         "no KV connector, or VLLM_USE_V2_MODEL_RUNNER=1": connector is not None and v1,
-        # It sends a state that drafts may follow, between blocks.
-        "no bidirectional_kv_xfer of a KV connector": any(
-            x.get("bidirectional_kv_xfer") for x in extras
-        ),
+        "no bidirectional_kv_xfer of a KV connector": both_ways,
     }
 
 
@@ -236,6 +220,11 @@ def refuse_cache(layer: Any, vllm_config: Any, block: int) -> None:
         raise RuntimeError(f"{DRAFTS}=1: {layer.prefix} needs {needs}")
 
 
+def room(drafts: int) -> int:
+    """Tokens of a row in which accepted drafts stay."""
+    return min(4 * drafts, MAX_BUFFER)
+
+
 def ring_tokens(vllm_config: Any) -> int:
     """Tokens of a row; 0 without the ring. The call that finds it full folds it with its own."""
     if not flag(RING, False):
@@ -247,62 +236,27 @@ def ring_tokens(vllm_config: Any) -> int:
     return L - 1
 
 
-def with_rows(layer: Any, spec: Any) -> Any:
-    """The spec of a layer's states, with a row of the ring behind them.
-
-    Raises RuntimeError if vLLM's pages are too small.
-    """
-    row = layer.buffer(1, "meta")
-    shapes = (*spec.shapes, *(tuple(x.shape[1:]) for x in vars(row).values()))
-    longer = replace(spec, shapes=shapes, dtypes=(*spec.dtypes, *[torch.float32] * len(vars(row))))
-    size, page = longer.real_page_size_bytes, spec.page_size_padded
-    if page is not None and size > page:
-        expected = f"{RING}=1: {layer.prefix} needs pages of {size} bytes (--block-size)"
-        raise RuntimeError(f"{expected}, got {page}")
-    return longer
-
-
-def rows_of(layer: Any, pages: Tensor) -> KVBuffer:
-    """The ring's rows, by slot, in vLLM's cache of a layer, [slots, 1, 1, bytes]."""
-    row = layer.buffer(1, "meta")
-    words = pages.flatten(1)[:, -row.nbytes :].view(torch.float32)
-    sizes = [x.numel() for x in vars(row).values()]
-    parts = zip(words.split(sizes, 1), vars(row).values(), strict=True)
-    return KVBuffer(*(part.unflatten(1, x.shape[1:]) for part, x in parts))
-
-
-@functools.cache
-def widen_pages() -> None:
-    """Lets vLLM fit its pages, which attention shares, to states with rows of the ring."""
-    align, spec_of = Platform._align_hybrid_block_size.__func__, kv_cache_interface.MambaSpec
-
-    def widened(**fields: Any) -> Any:
-        layer = next((x for x in process.layers if x.ring), None)
-        return with_rows(layer, spec_of(**fields)) if layer else spec_of(**fields)
-
-    def hooked(platform: Any, *args: Any) -> None:
-        with replaced(kv_cache_interface, "MambaSpec", widened):
-            align(platform, *args)
-
-    Platform._align_hybrid_block_size = classmethod(hooked)
-
-
 @torch.inference_mode(False)  # so that any mode may write to it
 def allocate(rows: int) -> None:
     """Gives each layer without a buffer one for `rows` requests, all in one, in the model's order.
 
-    So `flush` can take several layers in one call.
+    So `flush` can take several layers in one call. The log says what a buffer takes before.
     """
-    layers = [x for x in process.in_order() if x.buffered and x.kvbuffer is None]
+    layers = [x for x in process.in_order() if (x.buffered or x.ring) and x.kvbuffer is None]
     for _, group in itertools.groupby(layers, key=lambda x: (x.channels, x.sizes)):
         alike = list(group)
-        buffer = alike[0].buffer(rows, DEVICE, num_layers=len(alike))
+        first, size = alike[0], dict(num_layers=len(alike))
+        _, HV, V, K = first.sizes
+        states = len(alike) * rows * HV * V * K * first.get_state_dtype()[1].itemsize
+        taken = first.buffer(rows, "meta", **size).nbytes
+        if first.ring:
+            line = load.ring_line(taken, first.ring, rows, states)
+        else:
+            line = load.drafts_line(taken, first.num_spec * states)
+        process.logger().info(line)
+        buffer = first.buffer(rows, DEVICE, **size)
         for i, layer in enumerate(alike):
             layer.kvbuffer = buffer.layer(i)
-        _, HV, V, K = alike[0].sizes
-        state = HV * V * K * alike[0].get_state_dtype()[1].itemsize
-        states = len(alike) * rows * alike[0].num_spec * state
-        process.logger().info(load.drafts_line(buffer.nbytes, states))
 
 
 @functools.cache

@@ -37,7 +37,7 @@ from gated_delta import __version__, api
 from gated_delta.compile import flag
 from gated_delta.integrations.checks import in_chunks
 from gated_delta.integrations.engine import projection
-from gated_delta.integrations.vllm import commit, cuts, kvbuffer, process, start
+from gated_delta.integrations.vllm import commit, cuts, kvbuffer, process, ring, start
 from gated_delta.integrations.vllm.calls import Recurrence
 from gated_delta.integrations.vllm.start import BACKEND, DEVICE
 from gated_delta.ops.launch import MAX_NORM
@@ -68,11 +68,16 @@ class Core(Recurrence, abstract.MambaBase):
         align = vllm_config.cache_config.mamba_cache_mode == "align"
         self.aligned = align and hasattr(abstract, GRID)
         left = start.left_to_vllm(vllm_config, self.num_spec)
-        self.rows = vllm_config.scheduler_config.max_num_seqs
         self.builder: Any = None
+        self.rows: Any = None
         self.buffered = flag(kvbuffer.DRAFTS, False) and self.num_spec > 0 and not left
         self.ring = kvbuffer.ring_tokens(vllm_config) if "prefill" not in left else 0
-        self._refuse(start.missing(self, start.small_pool(self), left) | left)
+        v2 = vllm_config.use_v2_model_runner
+        self.room = kvbuffer.room(1 + self.num_spec) if self.buffered and v2 and align else 0
+        missing = start.missing(self, start.small_pool(self), left)
+        if missing and self.room:  # then its accepted drafts are folded after each verify
+            self.room, missing = 0, start.missing(self, start.small_pool(self), left)
+        self._refuse(missing | left)
         process.layers.add(self)
         where = "decode: {}; prefill: {}".format(*process.routes(self))
         process.logger().info_once(
@@ -84,16 +89,12 @@ class Core(Recurrence, abstract.MambaBase):
                 switch = kvbuffer.RING if self.ring else kvbuffer.DRAFTS
                 raise RuntimeError(f"{switch}=1: {self.prefix} needs {'; '.join(missing)}")
         if self.buffered:
-            v2 = vllm_config.use_v2_model_runner
             (commit.at_recoverssm_seam if v2 else kvbuffer.fold_after_sampling)()
-        if self.ring:
-            kvbuffer.widen_pages()
-            row = self.buffer(1, "meta").nbytes / 2**10
-            state = HV * V * K * self.get_state_dtype()[1].itemsize / 2**10
-            process.logger().info_once(
-                f"gated_delta keeps up to {self.ring} tokens of a sequence beside its state, in "
-                f"{row:.1f} KiB beside {state:.1f} KiB a layer"
-            )
+        if tokens := self.ring or self.room:
+            ring.follow_requests()
+            sizes, drafts = vllm_config.scheduler_config, 1 + self.num_spec if self.room else 0
+            most = sizes.max_num_seqs, sizes.max_num_batched_tokens
+            self.rows = ring.of(vllm_config) or ring.Rows(tokens, drafts, *most, DEVICE)
 
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
         super().bind_kv_cache(kv_cache)
@@ -103,8 +104,6 @@ class Core(Recurrence, abstract.MambaBase):
             self.deterministic = tokens or True
             asked = f"prefill with deterministic={self.deterministic}"
             process.logger().info_once(f"gated_delta calls {asked} for {self.sizes[1]} heads")
-        if self.ring:
-            self.kvbuffer = kvbuffer.rows_of(self, kv_cache)
         exported = self._exports()
         self._refuse(start.missing(self, self.kv_cache[1], self.refused))
         in_kvbuffer = self.buffered or self.ring
@@ -113,9 +112,12 @@ class Core(Recurrence, abstract.MambaBase):
             raise RuntimeError(
                 f"gated_delta cannot run {self.prefix} on vLLM's cache as it lies: {self.refused}"
             )
-        if self.buffered:
-            kvbuffer.allocate(self.rows)
+        self._allocate()
         start.load_kernels(self, self.kv_cache[1])
+
+    def _allocate(self) -> None:
+        if self.buffered or self.ring:
+            kvbuffer.allocate(self.vllm_config.scheduler_config.max_num_seqs)
 
     def _exports(self) -> bool:
         """Whether prefills keep the states at the ends of cached prefixes.
@@ -136,8 +138,6 @@ class Core(Recurrence, abstract.MambaBase):
         if self.buffered:
             kvbuffer.refuse_cache(self, vllm_config, spec.block_size)
             spec = replace(spec, num_speculative_blocks=0)
-        if self.ring:
-            spec = kvbuffer.with_rows(self, spec)
         if "prefill" in self.refused:
             return spec
         # FlashKDA's layers ask for blocks, which our prefill would not fill.
@@ -202,8 +202,7 @@ class Core(Recurrence, abstract.MambaBase):
         self._zero_padding(out)
         if m is None:  # a profile run, before vLLM has a cache
             if "prefill" not in refused and not self.profiled:
-                if self.buffered:
-                    kvbuffer.allocate(self.rows)
+                self._allocate()
                 start.profile(self, len(qkv))
             return "prefill" not in refused
         if (m.num_prefills and "prefill" in refused) or (
@@ -258,6 +257,9 @@ class Core(Recurrence, abstract.MambaBase):
         if self.kvbuffer is None:
             api.decode(**packed, state_indices=slots, num_accepted=accepted)
         else:
+            if self.room:
+                lens, rows_of = self.rows.step_lens[:n], self.rows.step_rows[:n]
+                packed |= dict(buffer_indices=rows_of, buffer_lens=lens)
             api.verify(**packed, state_indices=slots[:, 0], buffer=self.kvbuffer)
         self._count("drafts")
 
@@ -273,8 +275,8 @@ class Core(Recurrence, abstract.MambaBase):
                 x = self._update(qkv, conv_state_indices=slots[:n], validate_data=True)
             single = self._arguments([y[:n] for y in (x, *rows[1:])], self.kv_cache[1], False)
             if self.ring:
-                lens = self.builder.lens[:n]
-                single |= dict(buffer=self.kvbuffer, buffer_indices=slots[:n], buffer_lens=lens)
+                lens, rows_of = self.rows.step_lens[:n], self.rows.step_rows[:n]
+                single |= dict(buffer=self.kvbuffer, buffer_indices=rows_of, buffer_lens=lens)
             api.decode(**single, state_indices=slots[:n], out=out[:n, None])
             self._count("decode")
 
