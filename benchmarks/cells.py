@@ -47,6 +47,7 @@ class Cell:
     make: one set of buffers with random inputs, from the cell, a device and a seed.
     facts: entries of the record that only this operation has.
     compared: whether peers have the operation.
+    truth: our results on a set of buffers in float64, if the cases are only a part of the call.
     """
 
     family: str
@@ -64,6 +65,7 @@ class Cell:
     passes: int = 1
     facts: dict[str, Any] = field(default_factory=dict)
     compared: bool = True
+    truth: Callable[[Any], tuple[Tensor, Tensor]] | None = None
 
     @property
     def T(self) -> int:

@@ -88,8 +88,8 @@ class Layer(Prompts):
         return dict(prefill=super().ours(backend))
 
 
-def layer(model: str, heads: Heads, gates: str, shape: str) -> Cell:
-    cell = prefill_cell(model, heads, gates, shape, SHAPES[shape])
+def layer(model: str, heads: Heads, gates: str, shape: str, lengths: tuple[int, ...]) -> Cell:
+    cell = prefill_cell(model, heads, gates, shape, lengths)
     return replace(
         cell,
         family=f"{cell.family} prompts",
@@ -182,5 +182,5 @@ CELLS = {
         SPEEDS,
         ("1x1024", "1x8192", "8x1024"),
     )
-    if (cell := layer(*model, gates, shape))
+    if (cell := layer(*model, gates, shape, SHAPES[shape]))
 }

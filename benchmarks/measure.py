@@ -62,8 +62,19 @@ class Runner:
                 except UnsupportedProblem as problem:
                     failures = (str(problem),)
                 self._verdicts[case] = [f"{case}: {failure}" for failure in failures]
+        failures = [line for case in cases for line in self._verdicts[case]]
+        if cell.truth is not None and not failures:
+            failures = self._check_whole(cell, cell.truth)
         self.run["loaded_by_checks"] += len(compile._loaded) - before
-        return [line for case in cases for line in self._verdicts[case]]
+        return failures
+
+    @torch.no_grad()
+    def _check_whole(
+        self, cell: Cell, truth: Callable[[Any], tuple[Tensor, Tensor]]
+    ) -> list[str]:
+        b = cell.make(cell, self.device, 0)
+        error = difference(b.results(b.ours(self.backend)), truth(b))
+        return [] if error < AGREEMENT / 2 else [f"{error:.1e} of the norm from float64"]
 
     @torch.no_grad()
     def measure(self, cell: Cell, host: bool = False) -> Record:
