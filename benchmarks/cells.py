@@ -202,12 +202,13 @@ class Pooled(Inputs):
         before = self.state.clone()
         if self.intermediate_states is not None:
             self.intermediate_states.zero_()  # else a call that does nothing could pass
-        o, states = call()
-        if states is self.state:
-            states = states[self.state_indices.long()]
-        results = o.clone(), states.clone()
-        self.state.copy_(before)
-        return results
+        try:
+            o, states = call()
+            if states is self.state:
+                states = states[self.state_indices.long()]
+            return o.clone(), states.clone()
+        finally:  # also if a peer fails
+            self.state.copy_(before)
 
     def ours(self, backend: str) -> Call:
         states: dict[str, Any] = dict(state=self.state, state_indices=self.state_indices)

@@ -48,8 +48,10 @@ class Layer(Prompts):
 
     def results(self, call: Call) -> tuple[Tensor, Tensor]:
         before = self.windows.clone()
-        results = super().results(call)
-        self.windows.copy_(before)
+        try:
+            results: tuple[Tensor, Tensor] = super().results(call)
+        finally:  # also if a peer fails
+            self.windows.copy_(before)
         return results
 
     def split(self) -> tuple[Tensor, ...]:

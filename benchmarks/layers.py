@@ -60,8 +60,10 @@ class Layer(Pooled):
 
     def results(self, call: Call) -> tuple[Tensor, Tensor]:
         before = self.windows.clone()
-        results = super().results(call)
-        self.windows.copy_(before)
+        try:
+            results: tuple[Tensor, Tensor] = super().results(call)
+        finally:  # also if a peer fails
+            self.windows.copy_(before)
         return results
 
     def split(self, mixed: Tensor) -> dict[str, Tensor]:

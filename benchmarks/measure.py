@@ -69,9 +69,7 @@ class Runner:
         return failures
 
     @torch.no_grad()
-    def _check_whole(
-        self, cell: Cell, truth: Callable[[Any], tuple[Tensor, Tensor]]
-    ) -> list[str]:
+    def _check_whole(self, cell: Cell, truth: Callable[[Any], tuple[Tensor, Tensor]]) -> list[str]:
         b = cell.make(cell, self.device, 0)
         error = difference(b.results(b.ours(self.backend)), truth(b))
         return [] if error < AGREEMENT / 2 else [f"{error:.1e} of the norm from float64"]

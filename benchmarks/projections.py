@@ -83,9 +83,7 @@ class Steps(layers.Layer):
             return parted
         H, HV = self.q.shape[2], self.v.shape[2]
         mixed, *tokens = sglang(SPLIT)(self.projection, self.ba, H, HV, D, D)
-        return mixed, {
-            name: x[:, None] for name, x in zip(("z", "beta", "g"), tokens, strict=True)
-        }
+        return mixed, {name: x[:, None] for name, x in zip(("z", "beta", "g"), tokens, strict=True)}
 
 
 class Prompts(layer_prompts.Layer):
@@ -97,7 +95,7 @@ class Prompts(layer_prompts.Layer):
             return prefill
 
         def call() -> Any:
-            self.gates.copy_(self.ba.view(self.gates.shape[1:-1] + (2, -1)).movedim(2, 0))
+            self.gates.copy_(self.ba.view((*self.gates.shape[1:-1], 2, -1)).movedim(2, 0))
             return prefill()
 
         return call
@@ -245,7 +243,9 @@ def vllm_steps(cell: Cell, b: Steps) -> Call:
     convolve, norm = function(VLLM_CONVOLUTION, "causal_conv1d_update"), vllm_norm(b)
     gate = dict(A_log=b.gate.A_log, dt_bias=b.gate.dt_bias.flatten(), initial_state=b.state)
     if cell.model == "gdn":
-        kernel = function(VLLM + "fused_recurrent", "fused_recurrent_gated_delta_rule_packed_decode")
+        kernel = function(
+            VLLM + "fused_recurrent", "fused_recurrent_gated_delta_rule_packed_decode"
+        )
         gate |= dict(use_qk_l2norm_in_kernel=True, scale=D**-0.5)
     else:
         kernel = function(VLLM_KDA, "fused_recurrent_kda_packed_decode")

@@ -19,9 +19,7 @@ from stand_ins import modules as stand_in
 GDN, KDA = ("gdn", (1, 2)), ("kda", (2, 2))
 STEPS = [layer("kda", (12, 12), FP32, 1, 2), layer("gdn", (1, 2), BF16, 1, 3)]
 DRAFTS = [layer("gdn", (1, 2), dtype, 3, 2) for dtype in (BF16, FP32)]
-PROMPTS = [
-    layer_prompts.layer(*model, "slow", "2x70", (70, 70)) for model in (GDN, KDA)
-]
+PROMPTS = [layer_prompts.layer(*model, "slow", "2x70", (70, 70)) for model in (GDN, KDA)]
 PROJECTED = [projected(layer(*model, FP32, 1, 3)) for model in (GDN, KDA)]
 PROJECTED += [projected(cell) for cell in PROMPTS]
 
@@ -99,9 +97,7 @@ def engines(stand_ins, monkeypatch):
 @pytest.mark.usefixtures("engines")
 @pytest.mark.parametrize("cell", PROJECTED, ids=lambda cell: cell.label)
 @pytest.mark.parametrize("flashinfer", [True, False])
-def test_a_layer_with_projections_is_float64s_and_its_peers(
-    runner, monkeypatch, cell, flashinfer
-):
+def test_a_layer_with_projections_is_float64s_and_its_peers(runner, monkeypatch, cell, flashinfer):
     monkeypatch.setattr(projections.compile, "installed", lambda package: flashinfer)
     prepare = {name: peer.prepare for name, peer in projections.PEERS.items()}
     run = runner(prepare, vllm=7.0, sglang=6.0, projections=1.0)

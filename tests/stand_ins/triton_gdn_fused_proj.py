@@ -3,7 +3,9 @@
 import torch
 
 
-def fused_qkvzba_split_reshape_cat(mixed_qkvz, mixed_ba, num_heads_qk, num_heads_v, head_qk, head_v):
+def fused_qkvzba_split_reshape_cat(
+    mixed_qkvz, mixed_ba, num_heads_qk, num_heads_v, head_qk, head_v
+):
     rows, H, HV = len(mixed_qkvz), num_heads_qk, num_heads_v
     assert mixed_qkvz.is_contiguous()
     assert mixed_ba.is_contiguous()

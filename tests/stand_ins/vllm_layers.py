@@ -60,9 +60,7 @@ def fused_post_conv_prep(
     return q, k, v.unflatten(1, (HV, head_v_dim)), decay, b.float().sigmoid()
 
 
-def chunk_gated_delta_rule(
-    q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens
-):
+def chunk_gated_delta_rule(q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens):
     return gd.prefill(
         q, k, v, g, beta, scale=scale, qk_l2norm=False, initial_state=initial_state,
         cu_seqlens=cu_seqlens, output_final_state=output_final_state, backend="reference",
