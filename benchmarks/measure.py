@@ -62,11 +62,11 @@ class Runner:
                 except UnsupportedProblem as problem:
                     failures = (str(problem),)
                 self._verdicts[case] = [f"{case}: {failure}" for failure in failures]
-        failures = [line for case in cases for line in self._verdicts[case]]
-        if cell.truth is not None and not failures:
-            failures = self._check_whole(cell, cell.truth)
+        lines = [line for case in cases for line in self._verdicts[case]]
+        if cell.truth is not None and not lines:
+            lines = self._check_whole(cell, cell.truth)
         self.run["loaded_by_checks"] += len(compile._loaded) - before
-        return failures
+        return lines
 
     @torch.no_grad()
     def _check_whole(self, cell: Cell, truth: Callable[[Any], tuple[Tensor, Tensor]]) -> list[str]:
