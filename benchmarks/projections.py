@@ -188,8 +188,8 @@ def truth(b: Projected) -> tuple[Tensor, Tensor]:
     mixed = torch.nn.functional.silu(convolved).to(BF16)
     parts = mixed.split((H * D, H * D, HV * D), 2)
     tokens |= {name: x.unflatten(2, (-1, D)) for name, x in zip("qkv", parts, strict=True)}
-    raw = (tokens[name] for name in ("q", "k", "v", "g", "beta"))
-    given = Tokens(*raw, gate=layer.gate, beta_logits=True)
+    q, k, v, g, beta = (tokens[name] for name in ("q", "k", "v", "g", "beta"))
+    given = Tokens(q, k, v, g, beta, layer.gate, beta_logits=True)
     activated = reference.activate(given, torch.float64)
     o = torch.empty(len(state), T, HV, D, dtype=BF16, device=x.device)
     for t in range(T):
