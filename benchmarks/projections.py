@@ -323,7 +323,8 @@ def vllm_prompts(cell: Cell, b: Prompts) -> Call:
         return kda
     prepare = function(VLLM + "fused_gdn_prefill_post_conv", "fused_post_conv_prep")
     sizes = dict(num_k_heads=H, head_k_dim=D, head_v_dim=D)
-    states = dict(initial_state=b.initial_state, output_final_state=True)
+    states: dict[str, Any] = dict(initial_state=b.initial_state, output_final_state=True)
+    states |= dict(use_qk_l2norm_in_kernel=False)
     flashinfer = compile.installed("flashinfer-python")
     if flashinfer:
         prefill = function("flashinfer.gdn_prefill", "chunk_gated_delta_rule")

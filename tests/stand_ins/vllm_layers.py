@@ -60,11 +60,9 @@ def fused_post_conv_prep(
     return q, k, v.unflatten(1, (HV, head_v_dim)), decay, b.float().sigmoid()
 
 
-def chunk_gated_delta_rule(q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens):
-    return gd.prefill(
-        q, k, v, g, beta, scale=scale, qk_l2norm=False, initial_state=initial_state,
-        cu_seqlens=cu_seqlens, output_final_state=output_final_state, backend="reference",
-    )  # fmt: skip
+def chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel, **options):
+    l2norm = use_qk_l2norm_in_kernel
+    return gd.prefill(q, k, v, g, beta, qk_l2norm=l2norm, backend="reference", **options)
 
 
 def chunk_kda_with_fused_gate(
