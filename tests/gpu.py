@@ -144,10 +144,12 @@ def paths_here(*paths):
 def prefill_path(path, sms=None):
     """Every prefill in the block takes a path: a kind of schedule, or a number of segments.
 
-    A call that has no kernels for it takes tiles. On 3 SMs persistent CTAs scan several heads, and
+    A call that has no kernels for it takes tiles. Four segments are joined. On 3 SMs persistent CTAs scan several heads, and
     prepare's CTAs take all value heads of a k head.
     """
-    schedule = scheduled_by("segments", path) if isinstance(path, int) else scheduled_by(path)
+    segments = {"joined": 4}.get(path, 1)
+    schedule = scheduled_by("segments", path) if isinstance(path, int) else None
+    schedule = schedule or scheduled_by(path, segments)
     if sms is None and (path in PERSISTENT or path == 4):
         sms = 3
     return scheduled(schedule, scheduled_by("tiles"), sms=sms)

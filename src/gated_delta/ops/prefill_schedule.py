@@ -12,7 +12,17 @@ from typing import NamedTuple
 from ..gpus import Gpu
 from ..kernels.prefill.arguments import CHUNK
 from ..problem import Problem
-from .prefill_kinds import FUSED, GRID, OVERLAPPED, RAW, RAW_OVERLAPPED, SEGMENTS, TILES, Kind
+from .prefill_kinds import (
+    FUSED,
+    GRID,
+    JOINED,
+    OVERLAPPED,
+    RAW,
+    RAW_OVERLAPPED,
+    SEGMENTS,
+    TILES,
+    Kind,
+)
 
 # Load imbalance: chunks of the longest sequence over the chunks of all heads per SM.
 MAX_IMBALANCE = 2.0
@@ -23,6 +33,7 @@ RAW_SHARE = 0.61  # of the SMs, up to which scan_raw leaves the others to prepar
 MIN_RAW_OVERLAPPED = 2048  # tokens, where CTAs of 64 rows would all run at once
 MIN_SEGMENTED = {"head": 1024, "channel": 1536}  # tokens of a sequence, by axis
 SHORT_SEGMENT, MAX_SHORT_SEGMENTS = 256, 8  # tokens of a segment, up to so many segments
+JOINED_SEGMENT, MAX_JOINED = 128, 8  # tokens of a segment at least; up to so many
 SEGMENT_TOKENS = 512  # of a segment of a long sequence
 MIN_SEGMENTS = 4  # below, state passing costs more than it saves; 2 without wgmma
 SCAN_SHARE = 9 / 16  # of the SMs, up to which the scan by tiles leaves the others to prepare
@@ -39,7 +50,8 @@ class Schedule(NamedTuple):
 
     @property
     def label(self) -> str:
-        return f"{self.segments} segments" if self.segments > 1 else self.kind.name
+        name = f" {self.kind.name}" if self.kind.joined else ""
+        return f"{self.segments}{name} segments" if self.segments > 1 else self.kind.name
 
     def __str__(self) -> str:
         return f"{self.label}: {self.rule}" if self.rule else self.label
@@ -95,6 +107,13 @@ class Call(NamedTuple):
             return 1
         short = min(length // SHORT_SEGMENT, MAX_SHORT_SEGMENTS)
         return min(self.sms // self.ctas, max(length // SEGMENT_TOKENS, short))
+
+    @property
+    def joined_segments(self) -> int:
+        length = self.tokens // max(self.sequences, 1)
+        if not self.ctas:
+            return 1
+        return min(self.sms // self.ctas, length // JOINED_SEGMENT, MAX_JOINED)
 
     @property
     def fused_fills(self) -> bool:
@@ -166,6 +185,12 @@ RULES = (
         ),
         "KDA 32/32, 1 x 8192: 228 us, tiles 290",
     ),
+    Rule(
+        JOINED,
+        "KDA, few heads, short sequences: SMs for 2 segments of each",
+        lambda c: c.problem.axis == "channel" and c.joined_segments >= 2,
+        "8/8, 1 x 1024",
+    ),
     Rule(TILES, "all others", lambda c: True, ""),
 )
 """The first rule that holds and whose kind supports the problem (`Kind.supports`) decides."""
@@ -184,8 +209,12 @@ def rule_of(call: Call) -> Rule:
 
 def schedule_of(call: Call) -> Schedule:
     rule = rule_of(call)
-    has_number = rule.kind.segmented and not rule.kind.on_grid
-    return Schedule(rule.kind, call.segments if has_number else 1, rule.condition)
+    segments = 1
+    if rule.kind.joined:
+        segments = call.joined_segments
+    elif rule.kind.segmented and not rule.kind.on_grid:
+        segments = call.segments
+    return Schedule(rule.kind, segments, rule.condition)
 
 
 def is_packed(problem: Problem) -> bool:
