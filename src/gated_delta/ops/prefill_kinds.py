@@ -148,7 +148,8 @@ def _takes_segments(problem: Problem) -> bool:
 
 
 def _takes_joined(problem: Problem) -> bool:
-    return problem.K == problem.V == 128 and not _is_deterministic(problem)
+    is_kda = problem.axis == "channel"
+    return is_kda and problem.K == problem.V == 128 and not _is_deterministic(problem)
 
 
 def _takes_grid(problem: Problem) -> bool:

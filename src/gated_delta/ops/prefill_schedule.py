@@ -33,7 +33,6 @@ RAW_SHARE = 0.61  # of the SMs, up to which scan_raw leaves the others to prepar
 MIN_RAW_OVERLAPPED = 2048  # tokens, where CTAs of 64 rows would all run at once
 MIN_SEGMENTED = {"head": 1024, "channel": 1536}  # tokens of a sequence, by axis
 SHORT_SEGMENT, MAX_SHORT_SEGMENTS = 256, 8  # tokens of a segment, up to so many segments
-JOINED_SEGMENT, MAX_JOINED = 128, 8  # tokens of a segment at least; up to so many
 SEGMENT_TOKENS = 512  # of a segment of a long sequence
 MIN_SEGMENTS = 4  # below, state passing costs more than it saves; 2 without wgmma
 SCAN_SHARE = 9 / 16  # of the SMs, up to which the scan by tiles leaves the others to prepare
@@ -110,10 +109,11 @@ class Call(NamedTuple):
 
     @property
     def joined_segments(self) -> int:
+        """The same where no states pass between segments, which may be half as long."""
         length = self.tokens // max(self.sequences, 1)
-        if not self.ctas:
+        if not self.ctas or length < 2 * SHORT_SEGMENT:
             return 1
-        return min(self.sms // self.ctas, length // JOINED_SEGMENT, MAX_JOINED)
+        return min(self.sms // self.ctas, 2 * length // SHORT_SEGMENT, MAX_SHORT_SEGMENTS)
 
     @property
     def fused_fills(self) -> bool:
@@ -187,8 +187,8 @@ RULES = (
     ),
     Rule(
         JOINED,
-        "KDA, few heads, short sequences: SMs for 2 segments of each",
-        lambda c: c.problem.axis == "channel" and c.joined_segments >= 2,
+        "KDA, few heads: SMs for 2 segments of each",
+        lambda c: c.joined_segments >= 2,
         "8/8, 1 x 1024",
     ),
     Rule(TILES, "all others", lambda c: True, ""),
