@@ -36,8 +36,6 @@ class Kind:
     """The scan runs beside the preparation and waits for its counters."""
     segmented: bool = False
     """Segments of a sequence are scanned at once."""
-    wide: bool = False
-    """A CTA of the scan by tiles has 128 V rows."""
     joined: bool = False
     """A CTA goes on through segments without a window: no states pass between CTAs."""
     summary: bool = False
@@ -54,7 +52,7 @@ class Kind:
     @property
     def rows(self) -> int:
         """V rows of a CTA that scans."""
-        return 128 if self.raw or self.in_one_cta or self.wide else 64
+        return 128 if self.raw or self.in_one_cta else 64
 
     def is_queued(self, heads: int, sms: int) -> bool:
         """Whether persistent CTAs take heads (of all sequences) from a queue."""
@@ -123,8 +121,7 @@ def _facts(kind: Kind, problem: Problem, gpu: Gpu) -> dict[str, dict[str, Any]]:
         | checkpoints
         | stages
         | grid
-        | joined
-        | (dict(stages=2, rows=128) if kind.wide else {}),
+        | joined,
         "scan_raw": facts("g_dtype", "gate", "state_dtype") | checkpoints,
         "fused": gate | facts("state_dtype") | checkpoints,
         "overlapped": facts("axis") | gate | facts("state_dtype") | checkpoints,

@@ -527,36 +527,25 @@ def bulk_prefetch_l2(address, size, condition):
     )
 
 
-def cp_async_or_zero(shared, source, condition, policy=EVICT_NORMAL):
+def cp_async_or_zero(shared, source, condition):
     """cp.async of 16 bytes to shared memory; zeros where the condition is false."""
-    hint, operand = cache_hint(policy, 3)
     cute.arch.inline_ptx(
-        f"cp.async.cg.shared.global{hint} [{{$r0}}], [{{$r1}}], 16, {{$r2}}{operand};",
-        read_only_args=[shared, source, Int32(select_(condition, 16, 0)), *policies(policy)],
+        "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};",
+        read_only_args=[shared, source, Int32(select_(condition, 16, 0))],
     )
 
 
-def cp_async_or_fill(shared, source, condition, word, policy=EVICT_NORMAL):
+def cp_async_or_fill(shared, source, condition, word):
     """cp.async of 16 bytes to shared memory; four times `word` where the condition is false."""
-    hint, operand = cache_hint(policy, 4)
     cute.arch.inline_ptx(
-        f"""{{
+        """{
         .reg .pred p;
-        setp.ne.s32 p, {{$r2}}, 0;
-        @p cp.async.cg.shared.global{hint} [{{$r0}}], [{{$r1}}], 16{operand};
-        @!p st.shared.v4.b32 [{{$r0}}], {{{{$r3}}, {{$r3}}, {{$r3}}, {{$r3}}}};
-        }}""",
-        read_only_args=[shared, source, Int32(condition), word, *policies(policy)],
+        setp.ne.s32 p, {$r2}, 0;
+        @p cp.async.cg.shared.global [{$r0}], [{$r1}], 16;
+        @!p st.shared.v4.b32 [{$r0}], {{$r3}, {$r3}, {$r3}, {$r3}};
+        }""",
+        read_only_args=[shared, source, Int32(condition), word],
     )
-
-
-def cache_hint(policy, n):
-    """An instruction's qualifier and its n-th operand for an L2 cache policy."""
-    return ("", "") if policy == EVICT_NORMAL else (".L2::cache_hint", f", {{$r{n}}}")
-
-
-def policies(policy):
-    return [] if policy == EVICT_NORMAL else [Int64(policy)]
 
 
 def cp_async_arrive(barrier):

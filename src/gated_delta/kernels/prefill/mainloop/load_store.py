@@ -6,7 +6,7 @@ warps bring through registers to zero rows past the last token. Outputs leave by
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32
+from cutlass import Int32, Uint32
 
 from ...device import hopper, levels, ptx
 from ...device.args import offset
@@ -17,8 +17,6 @@ from ..layout import SUBCHUNK, TILE
 from .pipeline import LOAD_THREADS, SplitStages, square_bytes
 from .state import WARPGROUP_ROWS, packed_absmax
 from .tile_scheduler import store_zeros
-
-V_POLICY = Int64(ptx.EVICT_FIRST)
 
 PARTS = {
     "all": (("k", "q", "k_restored"), ("tinv", "aqk"), ("scales",)),
@@ -99,8 +97,7 @@ class LoadStoreWarps:
         for i in range(CHUNK // step):
             token = c * CHUNK + row + i * step
             token_at = v_at + offset(token, args.stride.v_t)
-            active = has_values(coord, token) & has_v
-            for w, word in enumerate(ptx.load_words(token_at, active, policy=V_POLICY)):
+            for w, word in enumerate(ptx.load_words(token_at, has_values(coord, token) & has_v)):
                 ahead[w, i] = word
 
     def store_v(self, coord, row, values, stage, ahead):

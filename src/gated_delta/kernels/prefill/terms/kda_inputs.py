@@ -25,11 +25,6 @@ VECTOR_BYTES = 5 * 128
 GROWTH_ROW, BIAS_ROW = 0, 1
 """Rows of 128 bytes."""
 
-PREFETCH = False
-CTAS_PER_SM = 3
-POLICY = ptx.EVICT_FIRST
-"""Of tokens, read once, in L2: the scan's inputs stay there."""
-
 PARAMETER_BYTES = 16
 """A gate's rate and bound, of each warp."""
 
@@ -186,9 +181,9 @@ class TileInputs:
             active = (token + t < coord.tokens) & (32 * k_block < self.K)
             if cutlass.const_expr(self.regions.g_fp32 is None):
                 neutral_g = self.gate.neutral_g()
-                ptx.cp_async_or_fill(at + regions.k_operands, g_at, active, neutral_g, POLICY)
-            ptx.cp_async_or_zero(at + regions.qk_operands, q_at, active, POLICY)
-            ptx.cp_async_or_zero(at + regions.qk_operands + TILE_BYTES, k_at, active, POLICY)
+                ptx.cp_async_or_fill(at + regions.k_operands, g_at, active, neutral_g)
+            ptx.cp_async_or_zero(at + regions.qk_operands, q_at, active)
+            ptx.cp_async_or_zero(at + regions.qk_operands + TILE_BYTES, k_at, active)
             at += 2 * 128
             q_at, k_at, g_at = (
                 x + offset(2, step)
@@ -197,20 +192,6 @@ class TileInputs:
         if cutlass.const_expr(self.regions.g_fp32 is not None):
             self.start_load_g_fp32(args, coord)
         cute.arch.cp_async_commit_group()
-        if cutlass.const_expr(PREFETCH):
-            self.prefetch_next(args, coord)
-
-    def prefetch_next(self, args, coord):
-        """Prefetch to L2 what the CTA that follows on this SM will load, where it is of the same
-        sequence and head."""
-        ahead = (CTAS_PER_SM * args.size.sms + args.size.chunk_ctas - 1) // args.size.chunk_ctas
-        chunk = coord.chunk - ahead
-        token = coord.subchunk * SUBCHUNK + coord.lane // 2
-        h = qk_head(coord.hv, args.size.qk_head_factor)
-        coord = coord._replace(chunk=cutlass.max(chunk, 0))
-        for name, head in (("q", h), ("k", h), ("g", coord.hv)):
-            at = common.chunk_token_at(args, name, coord, token, head) + coord.lane % 2 * 128
-            ptx.prefetch_l2(at, chunk >= 0)
 
     def start_load_g_fp32(self, args, coord):
         """Start copies of fp32 g, a row per token."""
