@@ -397,6 +397,7 @@ class PrefillLaunch(TokensLaunch):
                 and N * HV * segments * (problem.V // kind.rows) > sms,
                 queued=kind.is_queued(N * HV, sms),
                 overlapped=kind.overlapped,
+                joined=kind.joined,
                 summary=kind.summary,
             )
         )
