@@ -20,7 +20,7 @@ from gated_delta.cli import Commands
 from gated_delta.options import DeviceOption, device_option
 from gated_delta.results import Refusal, Report, make_table, one_line, tracked
 
-from . import layer_prompts, layers
+from . import layer_prompts, layers, projections
 from . import serve as serving
 from . import tokens as answers
 from .cells import BUFFERED, CELLS, DETERMINISTIC, PREFILL_TP, TREES, by_label
@@ -30,14 +30,14 @@ from .plot import draw
 from .record import RESULTS, Record, merged, read, summary
 
 TABLES = CELLS | dict(
-    layer=layers.CELLS | layer_prompts.CELLS,
+    layer=layers.CELLS | layer_prompts.CELLS | projections.CELLS,
     prefill_tp=by_label(PREFILL_TP),
     buffer=by_label(BUFFERED),
     trees=by_label(TREES),
     deterministic=by_label(DETERMINISTIC),
 )
 KNOWN = PEERS | dict(
-    layer=layer_prompts.PEERS, prefill_tp=PEERS["prefill"], trees={}, deterministic={}
+    layer=projections.PEERS, prefill_tp=PEERS["prefill"], trees={}, deterministic={}
 )
 Op = Enum(
     "Op",

@@ -47,6 +47,7 @@ class Cell:
     make: one set of buffers with random inputs, from the cell, a device and a seed.
     facts: entries of the record that only this operation has.
     compared: whether peers have the operation.
+    truth: our results on a set of buffers in float64, if the cases are only a part of the call.
     """
 
     family: str
@@ -64,6 +65,7 @@ class Cell:
     passes: int = 1
     facts: dict[str, Any] = field(default_factory=dict)
     compared: bool = True
+    truth: Callable[[Any], tuple[Tensor, Tensor]] | None = None
 
     @property
     def T(self) -> int:
@@ -200,12 +202,13 @@ class Pooled(Inputs):
         before = self.state.clone()
         if self.intermediate_states is not None:
             self.intermediate_states.zero_()  # else a call that does nothing could pass
-        o, states = call()
-        if states is self.state:
-            states = states[self.state_indices.long()]
-        results = o.clone(), states.clone()
-        self.state.copy_(before)
-        return results
+        try:
+            o, states = call()
+            if states is self.state:
+                states = states[self.state_indices.long()]
+            return o.clone(), states.clone()
+        finally:  # also if a peer fails
+            self.state.copy_(before)
 
     def ours(self, backend: str) -> Call:
         states: dict[str, Any] = dict(state=self.state, state_indices=self.state_indices)

@@ -48,8 +48,10 @@ class Layer(Prompts):
 
     def results(self, call: Call) -> tuple[Tensor, Tensor]:
         before = self.windows.clone()
-        results = super().results(call)
-        self.windows.copy_(before)
+        try:
+            results: tuple[Tensor, Tensor] = super().results(call)
+        finally:  # also if a peer fails
+            self.windows.copy_(before)
         return results
 
     def split(self) -> tuple[Tensor, ...]:
@@ -88,8 +90,8 @@ class Layer(Prompts):
         return dict(prefill=super().ours(backend))
 
 
-def layer(model: str, heads: Heads, gates: str, shape: str) -> Cell:
-    cell = prefill_cell(model, heads, gates, shape, SHAPES[shape])
+def layer(model: str, heads: Heads, gates: str, shape: str, lengths: tuple[int, ...]) -> Cell:
+    cell = prefill_cell(model, heads, gates, shape, lengths)
     return replace(
         cell,
         family=f"{cell.family} prompts",
@@ -182,5 +184,5 @@ CELLS = {
         SPEEDS,
         ("1x1024", "1x8192", "8x1024"),
     )
-    if (cell := layer(*model, gates, shape))
+    if (cell := layer(*model, gates, shape, SHAPES[shape]))
 }

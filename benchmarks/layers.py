@@ -60,8 +60,10 @@ class Layer(Pooled):
 
     def results(self, call: Call) -> tuple[Tensor, Tensor]:
         before = self.windows.clone()
-        results = super().results(call)
-        self.windows.copy_(before)
+        try:
+            results: tuple[Tensor, Tensor] = super().results(call)
+        finally:  # also if a peer fails
+            self.windows.copy_(before)
         return results
 
     def split(self, mixed: Tensor) -> dict[str, Tensor]:
@@ -71,11 +73,15 @@ class Layer(Pooled):
         split = mixed.view(B, T, sum(sizes)).split(sizes, -1)
         return {name: x.unflatten(-1, (-1, D)) for name, x in zip("qkv", split, strict=True)}
 
-    def convolved(self) -> Tensor:
+    def parted(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """mixed, and z, g and beta by name. With projections around it a call parts them."""
+        return self.mixed, dict(z=self.z, g=self.g, beta=self.beta)
+
+    def convolved(self, mixed: Tensor) -> Tensor:
         if not self.raw:
-            return self.mixed
+            return mixed
         options: dict[str, Any] = dict(activation="silu", conv_state_indices=self.state_indices)
-        convolved: Tensor = sglang(CONVOLUTION)(self.mixed, self.windows, self.weight, **options)
+        convolved: Tensor = sglang(CONVOLUTION)(mixed, self.windows, self.weight, **options)
         return convolved
 
     def decode(self, backend: str, **options: Any) -> Callable[..., Tensor]:
@@ -85,8 +91,13 @@ class Layer(Pooled):
         return partial(api.decode, **{**self.arguments(), **states, **options}, backend=backend)
 
     def ours(self, backend: str) -> Call:
-        decode = self.decode(backend, norm=self.norm, z=self.z)
-        return lambda: (decode(**self.split(self.convolved())), self.state)
+        decode = self.decode(backend, norm=self.norm)
+
+        def call() -> tuple[Tensor, Tensor]:
+            mixed, tokens = self.parted()
+            return decode(**self.split(self.convolved(mixed)), **tokens), self.state
+
+        return call
 
     def parts(self, backend: str) -> dict[str, Callable[[], Any]]:
         """The recurrence with and without its norm, timed alone too."""
@@ -184,7 +195,7 @@ def vllm_drafts(cell: Cell, b: Layer) -> Call:
     behind = (z, b.norm.weight, out, D**-0.5, EPS, b.norm.activation)
 
     def call() -> tuple[Tensor, Tensor]:
-        decode(b.convolved(), *gates, slots, starts, accepted, b.state, *behind)
+        decode(b.convolved(b.mixed), *gates, slots, starts, accepted, b.state, *behind)
         return out, b.state
 
     return call
@@ -195,9 +206,7 @@ def sglang_chain(cell: Cell, b: Layer) -> Call:
     if cell.T > 1:
         raise NotOffered("the packed decode takes one token")
     decode, norm, o = sglang(PACKED[cell.model]), sglang(NORM), b.blank()
-    options: dict[str, Any] = dict(
-        a=b.g.flatten(1), b=b.beta.flatten(1), A_log=b.gate.A_log, dt_bias=b.gate.dt_bias.flatten()
-    )
+    options: dict[str, Any] = dict(A_log=b.gate.A_log, dt_bias=b.gate.dt_bias.flatten())
     options |= dict(
         scale=D**-0.5,
         initial_state=b.state,
@@ -210,10 +219,12 @@ def sglang_chain(cell: Cell, b: Layer) -> Call:
     behind = dict(activation=b.norm.activation, eps=EPS, is_rms_norm=True, out_dtype=BF16)
 
     def call() -> tuple[Tensor, Tensor]:
-        mixed = b.convolved()
+        mixed, tokens = b.parted()
+        mixed = b.convolved(mixed)
+        gates = dict(a=tokens["g"].flatten(1), b=tokens["beta"].flatten(1))
         with sglang_modules():  # KDA's decode imports another kernel when called
-            decode(mixed_qkv=mixed, **options)
-        y = norm(o.view(-1, D), b.z.view(-1, D), b.norm.weight, None, **behind)[0]
+            decode(mixed_qkv=mixed, **gates, **options)
+        y = norm(o.view(-1, D), tokens["z"].view(-1, D), b.norm.weight, None, **behind)[0]
         return y.view(o.shape), b.state
 
     return call

@@ -26,6 +26,8 @@ from .record import Record, derived
 
 AGREEMENT = 2e-2
 """Limit of a peer's difference from ours over the norm: a few bf16 roundings."""
+TRUTH = 1e-2
+"""The same, of a whole layer from float64."""
 GEMM_SIZE = 8192
 """Rows and columns of the GEMM that measures the speed of the tensor cores."""
 
@@ -62,8 +64,17 @@ class Runner:
                 except UnsupportedProblem as problem:
                     failures = (str(problem),)
                 self._verdicts[case] = [f"{case}: {failure}" for failure in failures]
+        lines = [line for case in cases for line in self._verdicts[case]]
+        if cell.truth is not None and not lines:
+            lines = self._check_whole(cell, cell.truth)
         self.run["loaded_by_checks"] += len(compile._loaded) - before
-        return [line for case in cases for line in self._verdicts[case]]
+        return lines
+
+    @torch.no_grad()
+    def _check_whole(self, cell: Cell, truth: Callable[[Any], tuple[Tensor, Tensor]]) -> list[str]:
+        b = cell.make(cell, self.device, 0)
+        error = difference(b.results(b.ours(self.backend)), truth(b))
+        return [] if error < TRUTH else [f"{error:.1e} of the norm from float64"]
 
     @torch.no_grad()
     def measure(self, cell: Cell, host: bool = False) -> Record:

@@ -179,6 +179,29 @@ def layer() -> dict[str, Group]:
     return groups
 
 
+def projected() -> str:
+    """A layer from its input projection to its output projection, us; at the end, means."""
+    layers = cells("h100/layer_projected")
+    rows = {}
+    for cell in layers:
+        peers = (cell["peers"].get(name, {}).get("us") for name in ("sglang", "vllm"))
+        times = (cell["parts"]["projections"], cell["us"], *peers)
+        rows[cell["label"].replace(" projected", "")] = [
+            *(us(x) if x else "-" for x in times),
+            down(against()(cell)),
+        ]
+    groups = {
+        "1 and 8 requests": lambda cell: cell["sequences"] <= 8,
+        "64 and 256 requests": lambda cell: cell["sequences"] > 8,
+    }
+    steps = [cell for cell in layers if cell["tokens"] == 1]
+    means = {name: Group.of(filter(of, steps), against()).mean for name, of in groups.items()}
+    means["prompts"] = Group.of((x for x in layers if x["tokens"] > 1), against()).mean
+    rows |= {f"geometric mean, {name}": ["", "", "", "", mean] for name, mean in means.items()}
+    heads = ("the projections", "ours", "SGLang's chain", "vLLM's chain", "best over ours")
+    return table("one H100, us", *heads, rows=rows)
+
+
 def h100() -> str:
     groups = prefill("raw_ratio", "h100/prefill") | made_beforehand(
         prefill("ratio", "h100/prefill")
@@ -480,6 +503,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "buffer": buffered,
     "trees": trees,
     "deterministic": deterministic,
+    "projected": projected,
     "layer": lambda: summary(
         "the engines' time over ours, with a convolution in front of one token", layer()
     ),

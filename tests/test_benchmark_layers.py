@@ -1,20 +1,27 @@
-"""benchmarks/layers.py without a GPU: peers get their documented inputs and agree with ours."""
+"""A layer's benchmarks without a GPU: peers get their documented inputs and agree with ours."""
 
 import hashlib
+import sys
 
 import pytest
 import torch
 
 import gated_delta as gd
 from benchmark_runs import CPU, STAND_INS, fake_runner, small
-from benchmarks import layers, peers
+from benchmarks import layer_prompts, layers, measure, peers, projections
 from benchmarks.cells import BF16, FP32
 from benchmarks.layers import layer
 from benchmarks.peers import NotOffered
+from benchmarks.projections import projected
+from gated_delta.integrations import fla, flashinfer
 from stand_ins import modules as stand_in
 
+GDN, KDA = ("gdn", (1, 2)), ("kda", (2, 2))
 STEPS = [layer("kda", (12, 12), FP32, 1, 2), layer("gdn", (1, 2), BF16, 1, 3)]
 DRAFTS = [layer("gdn", (1, 2), dtype, 3, 2) for dtype in (BF16, FP32)]
+PROMPTS = [layer_prompts.layer(*model, "slow", "2x70", (70, 70)) for model in (GDN, KDA)]
+PROJECTED = [projected(layer(*model, FP32, 1, 3)) for model in (GDN, KDA)]
+PROJECTED += [projected(cell) for cell in PROMPTS]
 
 
 @pytest.fixture
@@ -69,6 +76,47 @@ def test_a_step_is_a_convolution_the_recurrence_and_a_norm(cell):
     assert torch.equal(b.windows, before)
     b.ours("reference")()
     assert torch.equal(b.windows[rows], seen[..., 1:])
+
+
+@pytest.fixture
+def engines(stand_ins, monkeypatch):
+    """Both engines' functions, FLA and FlashInfer."""
+    for name in ("fla.ops.gated_delta_rule", "fla.ops.kda"):
+        monkeypatch.setitem(sys.modules, name, fla)
+    monkeypatch.setitem(sys.modules, "flashinfer.gdn_prefill", flashinfer)
+    with peers.sglang_modules():
+        import vllm_layers
+
+    def function(module, name):
+        of_vllm = module.startswith("vllm.")
+        return getattr(vllm_layers, name) if of_vllm else peers.function(module, name)
+
+    monkeypatch.setattr(projections, "function", function)
+
+
+@pytest.mark.usefixtures("engines")
+@pytest.mark.parametrize("cell", PROJECTED, ids=lambda cell: cell.label)
+@pytest.mark.parametrize("flashinfer", [True, False])
+def test_a_layer_with_projections_is_float64s_and_its_peers(runner, monkeypatch, cell, flashinfer):
+    monkeypatch.setattr(projections.compile, "installed", lambda package: flashinfer)
+    prepare = {name: peer.prepare for name, peer in projections.PEERS.items()}
+    run = runner(prepare, vllm=7.0, sglang=6.0, projections=1.0)
+    b = cell.make(cell, CPU, 0)
+    assert measure.difference(b.results(b.ours("reference")), projections.truth(b)) < 3e-3
+    results = run.measure(small(cell))
+    assert {name: peer["reason"] for name, peer in results["peers"].items()} == {
+        "vllm": None, "sglang": None
+    }  # fmt: skip
+    assert max(peer["error"] for peer in results["peers"].values()) < 6e-3
+    assert (results["ratio"], results["parts"]) == (1.5, dict(projections=1.0))
+
+
+@pytest.mark.usefixtures("engines")
+def test_a_layer_far_from_float64_is_not_timed(runner, monkeypatch):
+    (cell, *_), run = PROJECTED, runner()
+    assert run.check(small(cell, cases=lambda cell: [])) == []
+    wrong = small(cell, cases=lambda cell: [], truth=lambda b: [2 * x for x in cell.truth(b)])
+    assert "from float64" in run.check(wrong)[0]
 
 
 def test_missing_kernels_of_vllm_are_named(monkeypatch):

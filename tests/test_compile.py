@@ -161,6 +161,7 @@ FP8 = [
         ("verify", {("token_tile", 16), ("axis", "channel"), ("K", 128)}),
     )
 ]
+FP8.append(compile.Variant("prefill_norm", (("V", 192), ("dtype", "fp16"))))
 
 
 @needs_compiler

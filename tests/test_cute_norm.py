@@ -301,24 +301,56 @@ def test_token_slots_views_and_out_in_a_captured_graph(op):
     check_norm(out, bare, **norm)
 
 
+def check_fp8(values, scales, bare):
+    """Scales by their bits; values up to the division's 2 units. A tie may go either way."""
+    want, want_scales = torch.empty_like(values), torch.empty_like(scales)
+    reference.quantise(bare, want, want_scales)
+    same(scales.contiguous(), want_scales.contiguous())
+    largest = bare.abs().double().amax(-1, keepdim=True).clamp(min=1e-10)
+    product = bare.double() * 448 / largest
+    unit = torch.exp2(product.abs().clamp(min=2.0**-6).log2().floor() - 3)
+    error = (values.double() - product).abs()
+    assert (error <= unit / 2 + product.abs() * 2.0**-21).all()
+    assert (values.float() != want.float()).double().mean() < 0.01
+
+
 @pytest.mark.parametrize("axis", AXES)
 @pytest.mark.parametrize(("N", "T"), [(1, 1), (20, 1), (300, 1), (3, 4), (60, 16)])
 @pytest.mark.parametrize("op", ["decode", "verify"])
 @pytest.mark.skipif(GPU is None or GPU.level == "sm_80", reason="needs e4m3 conversions")
 def test_fp8_is_the_quantiser_of_the_output(op, N, T, axis):
-    """Scales by their bits; values up to the division's 2 units. A tie may go either way."""
     call = tokens(N, T, axis=axis, heads=HEADS) | normed(N, T)
     (bare, of_bare) = run(op, call, pool(N))
     out = torch.empty(bare.shape, dtype=torch.float8_e4m3fn, device="cuda")
     scales = torch.full((HEADS[1], N * T), math.nan, device="cuda").T.unflatten(0, (N, T))
     values, of_fp8 = run(op, call, pool(N), out=out, out_scales=scales)
-    want, want_scales = torch.empty_like(out), torch.empty_like(scales)
-    reference.quantise(bare, want, want_scales)
-    same(scales.contiguous(), want_scales.contiguous())
-    product = bare.double() * 448 / bare.abs().double().amax(-1, keepdim=True)
-    unit = torch.exp2(product.abs().clamp(min=2.0**-6).log2().floor() - 3)
-    error = (values.double() - product).abs()
-    assert (error <= unit / 2 + product.abs() * 2.0**-21).all()
-    assert (values.float() != want.float()).double().mean() < 0.01
+    check_fp8(values, scales, bare)
     for x, y in zip(of_bare, of_fp8, strict=True):
         same(x, y)
+
+
+@pytest.mark.parametrize("path", paths_here(*PATHS), ids=str)
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.skipif(GPU is None or GPU.level == "sm_80", reason="needs e4m3 conversions")
+def test_prefill_in_fp8_is_its_quantiser(path, axis):
+    """Packed, with an empty and an inactive sequence and rows behind the last; in a graph."""
+    lengths, spare = (1100 if path == 4 else 200, 0, 65, 130), 70
+    T = sum(lengths) + spare
+    call = tokens(1, T, axis=axis, heads=HEADS) | normed(1, T)
+    bounds = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+    call |= dict(cu_seqlens=bounds, state_indices=index(3, 2, -1, 0), backend="cute")
+    states = [pool(4), pool(4)]
+    out = torch.empty(1, T, HEADS[1], D, dtype=torch.float8_e4m3fn, device="cuda")
+    scales = torch.full((HEADS[1], T + -T % 4), math.nan, device="cuda")[:, :T].T[None]
+    with prefill_path(path):
+        bare, _ = gd.prefill(**call, state=states[0])
+        call |= dict(state=states[1], out=out, out_scales=scales)
+        graph, _ = captured(lambda: gd.prefill(**call))
+        out.fill_(1)
+        graph.replay()
+    check_fp8(out, scales, bare)
+    same(*states)
+    inactive = torch.arange(T, device="cuda")
+    inactive = ((inactive >= bounds[2]) & (inactive < bounds[3])) | (inactive >= bounds[4])
+    assert not out.view(torch.uint8)[:, inactive].any()
+    assert out.float()[:, ~inactive].any()

@@ -94,6 +94,10 @@ def check(tmp_path):
     return run
 
 
+def case_sizes(case):
+    return case.problem.H, case.problem.HV, case.problem.K, case.problem.V
+
+
 @pytest.mark.parametrize(
     ("engine", "config", "sizes", "states"),
     [
@@ -154,9 +158,9 @@ def test_a_models_layers_are_read(engine, config, sizes, states, plan):
         ("decode", True),
         ("prefill", True),
     ]
-    assert {(case.axis, case.D, case.V, case.heads, case.state_dtype) for case in result.cases} == {
-        ("head" if sizes.family == "GDN" else "channel", *sizes[4:6], sizes[2:4], states)
-    }
+    axis = "head" if sizes.family == "GDN" else "channel"
+    facts = {(x.problem.axis, *case_sizes(x), x.problem.state_dtype) for x in result.cases}
+    assert facts == {(axis, *sizes[2:6], states), ("", *sizes[2:6], None)}
 
 
 @pytest.mark.usefixtures("compiled")
@@ -169,7 +173,9 @@ def test_drafts_and_heads_that_stay_the_engines(plan, monkeypatch):
         patch.setenv("GATED_DELTA_SGLANG_RING", "1")
         decode, _ = plan("sglang", k3, tp=2).modes  # 12 heads, too
         assert decode.ours
-        assert [op for op, _ in decode.calls] == ["decode", "flush"]
+        assert [op for op, _ in decode.calls] == ["decode", "flush", "decode"]
+        decode, *_ = plan("sglang", k3, tp=2, state_dtype=torch.bfloat16).modes
+        assert "16-bit states of KDA have no ring" in decode.reason
         decode, *_ = plan("sglang", NEXT, drafts=4).modes
         assert "a ring takes no drafts" in decode.reason
     decode, prefill = plan("vllm", NEXT, drafts=16).modes
@@ -182,7 +188,7 @@ def test_drafts_and_heads_that_stay_the_engines(plan, monkeypatch):
         decode, prefill = plan("vllm", NEXT, drafts=3).modes
         drafts = ["verify", "flush"] if buffered else ["decode"]
         assert [op for op, _ in decode.calls] == ["decode", *drafts]
-        assert {op for op, _ in prefill.calls} == {"prefill"}
+        assert {op for op, _ in prefill.calls} == {"prefill", "short_conv"}
 
 
 @pytest.mark.usefixtures("compiled")
@@ -199,7 +205,7 @@ def test_drafts_that_form_a_tree(plan, monkeypatch):
         (True, False),
         (False, True),
     ]
-    layouts = {case.op: case.layout for case in result.cases}
+    layouts = {x.op: x.layout for x in result.cases if x.op != "short_conv"}
     assert (layouts["verify"], layouts["flush"]) == ("packed_tree", "tree")
     for engine, drafts in (("vllm", 4), ("sglang", 0)):
         with pytest.raises(ValueError, match="--tree with --engine sglang and --drafts above 0"):

@@ -99,7 +99,7 @@ def test_calls_of_a_layer_of_sglang(kind, scratch):
         "decode",
         "prefill",
         "prefill",
-        *(["short_conv"] if kind == "GDN" else []),
+        "short_conv",
     ]
     assert [op for op, _ in by_mode.get("verify", ())] == {
         None: [],

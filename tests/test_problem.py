@@ -673,7 +673,7 @@ BAD_NORMS = [  # of prefill, decode and verify
     (dict(backend="cute"), "cute.*cannot run .*-norm", gd.UnsupportedProblem),
 ]
 FP8_OUT, SCALES = WRITTEN.to(torch.float8_e4m3fn), torch.zeros(N, T, HV)
-BAD_FP8 = [  # of decode and verify, with norm
+BAD_FP8 = [  # of prefill, decode and verify, with norm
     (dict(out=FP8_OUT), "out: expected dtype torch.float32, got torch.float8_e4m3fn", TypeError),
     (
         dict(out=None, out_scales=SCALES),
@@ -822,7 +822,9 @@ REFUSED += [
     )
 ]
 REFUSED += [
-    (op, normed() | changes, *rest) for op in ("decode", "verify") for changes, *rest in BAD_FP8
+    (op, normed() | changes, *rest)
+    for op in ("prefill", "decode", "verify")
+    for changes, *rest in BAD_FP8
 ]
 REFUSED += [("decode", buffered() | changes, *rest) for changes, *rest in BAD_BUFFERS]
 

@@ -45,7 +45,7 @@ def refused(changes, error, message, **options):
             ValueError,
             "q: expected a contiguous last dimension",
         ),
-        (dict(q=zeros(1, T, 3, K), k=zeros(1, T, 3, K)), ValueError, "multiple of H=3, got HV=2"),
+        (dict(q=zeros(1, T, 3, K), k=zeros(1, T, 3, K)), ValueError, "of H=3 .*, got HV=2"),
         (dict(q=zeros(1, T, 0, K), k=zeros(1, T, 0, K)), ValueError, "at least one head"),
         (dict(q=zeros(2, T, H, K)), ValueError, "packed tokens"),
         (dict(conv=gd.ShortConv(zeros(C + 1, 4))), ValueError, r"conv.weight: .* got \[49, 4\]"),

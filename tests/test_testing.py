@@ -11,7 +11,7 @@ import gated_delta as gd
 from gated_delta import reference
 from gated_delta.problem import KVBuffer
 from gated_delta.reference import gated_norm
-from gated_delta.testing import cases, check, quick_cases, run_case
+from gated_delta.testing import cases, check, listed, quick_cases, run_case
 from gated_delta.testing.cases import (
     AXES,
     BUFFERED,
@@ -102,6 +102,35 @@ def judge_as(backend, monkeypatch):
     )
 
 
+CONV_FAULTS = {
+    "": lambda conv, given: (conv, given),
+    "taps reversed": lambda conv, given: (replace(conv, weight=conv.weight.flip(1)), given),
+    "no bias": lambda conv, given: (replace(conv, bias=None), given),
+    "windows not written": lambda conv, given: (
+        conv,
+        given | dict(windows=given["windows"].clone()),
+    ),
+    "no window read": lambda conv, given: (
+        conv,
+        given | dict(has_initial_state=torch.zeros_like(given["has_initial_state"])),
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", CONV_FAULTS)
+def test_a_wrong_convolution_fails(monkeypatch, fault):
+    original, short = reference.short_conv, listed("short_conv", quick=True)
+
+    def run(q, k, v, conv, **given):
+        conv, given = CONV_FAULTS[fault](conv, given)
+        return original(q, k, v, conv, **given)
+
+    monkeypatch.setattr(reference, "short_conv", run)
+    results = [run_case(case, "reference") for case in short]
+    assert all(x.passed for x in results) == (not fault)
+    assert all(x.share <= 1 for x in results) == (fault in ("", "windows not written"))
+
+
 TOKEN_FAULTS = {
     "no l2norm": lambda t: t._replace(qk_l2norm=False),
     "beta taken as a strength": lambda t: t._replace(beta_logits=False),
@@ -173,7 +202,7 @@ def right_norm(o, z, norm, activation=None):
 
 
 @pytest.mark.parametrize("fault", NORM_FAULTS)
-@pytest.mark.parametrize("op", ["decode", "verify"])
+@pytest.mark.parametrize("op", ["decode", "verify", "prefill"])
 def test_a_wrong_norm_fails(monkeypatch, op, fault):
     def finished(o, dtype, norm, z):
         return (o if norm is None else NORM_FAULTS[fault](o.to(dtype).float(), z.float(), norm)).to(

@@ -53,7 +53,7 @@ def prefill(
     state_indices: None = ..., has_initial_state: None = ...,
     checkpoint_lens: Tensor | None = ..., checkpoint_indices: Tensor | None = ...,
     checkpoints: Tensor | None = ..., deterministic: bool | int = ..., null_index: int = ...,
-    out: Tensor | None = ..., backend: str = ...,
+    out: Tensor | None = ..., out_scales: Tensor | None = ..., backend: str = ...,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def prefill(
@@ -65,7 +65,7 @@ def prefill(
     state_indices: Tensor | None = ..., has_initial_state: Tensor | None = ...,
     checkpoint_lens: Tensor | None = ..., checkpoint_indices: Tensor | None = ...,
     checkpoints: Tensor | None = ..., deterministic: bool | int = ..., null_index: int = ...,
-    out: Tensor | None = ..., backend: str = ...,
+    out: Tensor | None = ..., out_scales: Tensor | None = ..., backend: str = ...,
 ) -> tuple[Tensor, Tensor | None]: ...
 # fmt: on
 def prefill(
@@ -95,6 +95,7 @@ def prefill(
     deterministic: bool | int = False,
     null_index: int = -1,
     out: Tensor | None = None,
+    out_scales: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """Process whole prompts, dense or packed: the outputs, and the state after the last token.
@@ -119,8 +120,9 @@ def prefill(
     to that slot; final_state is None.
     A sequence with a negative index is inactive: zero outputs, nothing written. null_index: slots
     up to this one count as negative; 0 reserves slot 0 for padding. out: [N, T, HV, V], v's dtype.
-    The tensors that a call writes (out, state, checkpoints) share no memory with each other or with
-    its inputs.
+    out_scales: with norm and out in torch.float8_e4m3fn, as for decode.
+    The tensors that a call writes (out, out_scales, state, checkpoints) share no memory with each
+    other or with its inputs.
 
     checkpoint_lens: [N, C] (int32 or int64), C >= 1: also stores the state of sequence n after this
     many of its tokens in this call, multiples of 64 in any order: 0 for the initial state, all
@@ -150,7 +152,7 @@ def prefill(
         ops.PREFILL,
         q, k, v, g, beta, A_log, dt_bias, cu_seqlens, state_indices, has_initial_state,
         checkpoint_lens, checkpoint_indices, checkpoints, initial_state, state, None,
-        z, weight, out,
+        z, weight, out, out_scales,
         kind, bound, eps, activation, scale, qk_l2norm, beta_logits, allow_neg_eigval,
         output_final_state, deterministic, max_seqlen, null_index, backend,
     )  # fmt: skip
@@ -415,19 +417,19 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Route:
         where = "call it outside torch.compile"
         torch._dynamo.graph_break(msg=f"gated_delta.explain returns no tensor: {where}")
     operation = ops.OPERATIONS[op]
-    return _route(operation, _arguments(operation, args, kwargs))
+    return _route(operation, arguments_of(operation, args, kwargs))
 
 
 def explain_on(gpu: Gpu | torch.device, op: str, **kwargs: Any) -> Route:
     """`explain` for the same call on that GPU, wherever its tensors are."""
     operation = ops.OPERATIONS[op]
-    return _route(operation, _arguments(operation, (), kwargs), gpu)
+    return _route(operation, arguments_of(operation, (), kwargs), gpu)
 
 
 def describe(op: str, **kwargs: Any) -> Problem:
     """The problem of a call, checked as by `explain`, whatever can run it."""
     operation = ops.OPERATIONS[op]
-    return operation.describe(_arguments(operation, (), kwargs))
+    return operation.describe(arguments_of(operation, (), kwargs))
 
 
 _SIGNATURES = {
@@ -436,7 +438,7 @@ _SIGNATURES = {
 }
 
 
-def _arguments(op: Operation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def arguments_of(op: Operation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """`op.arguments`, by name, of a call with the public function's arguments."""
     bound = _SIGNATURES[op.name].bind(*args, **kwargs)
     bound.apply_defaults()

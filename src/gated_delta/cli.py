@@ -44,6 +44,7 @@ from .options import (
     MAX_TOKENS,
     Backend,
     BackendOption,
+    Checked,
     DeviceOption,
     Engine,
     FileArgument,
@@ -82,7 +83,7 @@ from .results import (
 
 if TYPE_CHECKING:
     from .preflight import Plan
-    from .testing import Case
+    from .testing import AnyCase
 
 
 SWITCHES = {
@@ -288,9 +289,10 @@ def compile_kernels(
     as_json: JsonOption = False,
 ) -> None:
     """Compile kernels ahead of time; needs nvidia-cutlass-dsl and a C compiler, but no GPU."""
-    from .testing import cases as listed
+    from .testing import listed
 
-    checked = [case for op in Op for case in listed(op.value) if cases and not case.reference_only]
+    every = [case for op in Checked for case in (listed(op.value) if cases else ())]
+    checked = [case for case in every if not case.reference_only]
     problems = unique(problem for case in checked for problem in case.problems)
     dims = head_dims(size) if size else None
     builds: list[tuple[kernels.Variant, str]] = []
@@ -341,7 +343,7 @@ def check(
     file: FileArgument = None,
     backend: BackendOption = Backend.auto,
     op: Annotated[
-        list[Op] | None, typer.Option(help="Only this operation; may be repeated.")
+        list[Checked] | None, typer.Option(help="Only this operation; may be repeated.")
     ] = None,
     filter: FilterOption = "",
     quick: Annotated[
@@ -411,7 +413,7 @@ def check(
     report = Report("check", as_json, file)
     where = _device(device)
     force_level(context, level, where)
-    chosen: list[Case]
+    chosen: list[AnyCase]
     plan: Plan | None = None
     ran = backend.value
     unused, how = (ENGINE_OPTIONS, "with") if engine is None else (LIST_OPTIONS, "without")
@@ -424,7 +426,7 @@ def check(
             raise typer.BadParameter(expected, param_hint="--backend")
         if gpu is not None and level is not None:
             raise typer.BadParameter("expected only without --gpu", param_hint="--level")
-        modes = tuple(x.value for x in Op if x in (op or ()))
+        modes = tuple(x.value for x in Checked if x in (op or ()))
         given = (dtype and DTYPES[dtype.value], state_dtype and DTYPES[state_dtype.value])
         server = (tp, drafts, tree, ring, requests, *given, gpu)
         try:
@@ -433,7 +435,7 @@ def check(
             raise Refusal(getattr(problem, "strerror", None) or one_line(problem)) from None
         chosen, ran = plan.cases if plan.here else [], "cute"
     else:
-        chosen = _listed(op or list(Op), quick, filter, limit, backend)
+        chosen = _listed(op or list(Checked), quick, filter, limit, backend)
     records: list[dict[str, Any]] = []
     began = time.monotonic()
     with report.measuring():
@@ -455,21 +457,23 @@ def check(
     report.leave(not passed or not (plan is None or plan.ours))
 
 
-def _listed(ops: Sequence[Op], quick: bool, part: str, limit: int, backend: Backend) -> list[Case]:
+def _listed(
+    ops: Sequence[Checked], quick: bool, part: str, limit: int, backend: Backend
+) -> list[AnyCase]:
     """The listed cases of these operations whose label contains `part`; a sample of `limit` each.
 
     Raises BadParameter if there is none.
     """
-    from .testing import cases, quick_cases
+    from .testing import listed
 
-    chosen: list[Case] = []
+    chosen: list[AnyCase] = []
     for name in ops:
-        listed = [x for x in (quick_cases if quick else cases)(name.value) if part in x.label]
+        cases = [x for x in listed(name.value, quick) if part in x.label]
         if backend is Backend.cute:
-            listed = [case for case in listed if not case.reference_only]
-        if 0 < limit < len(listed):
-            listed = sorted(random.Random(0).sample(listed, limit), key=lambda case: case.seed)
-        chosen += listed
+            cases = [case for case in cases if not case.reference_only]
+        if 0 < limit < len(cases):
+            cases = sorted(random.Random(0).sample(cases, limit), key=lambda case: case.seed)
+        chosen += cases
     if not chosen:
         raise typer.BadParameter(f"no case's label contains {part!r}", param_hint="--filter")
     return chosen
@@ -479,7 +483,7 @@ def _show_verdicts(report: Report, records: Sequence[Mapping[str, Any]], title: 
     """A table by operation, then every failure, then why cases are unsupported."""
     columns = ("operation", "cases", "passed", "failed", "unsupported", "worst error / tolerance")
     table = make_table(title, *columns)
-    for name in Op:
+    for name in Checked:
         of_op = [record for record in records if record["op"] == name.value]
         if of_op:
             statuses = Counter(record["status"] for record in of_op)
@@ -516,7 +520,7 @@ def _line(card: str, records: Sequence[Mapping[str, Any]]) -> str:
     return f"{card}; {', '.join(packages)}: {cases}, {ours} by the kernels, {worst}"
 
 
-def _compile_ahead(cases: Sequence[Case], backend: str, device: torch.device) -> None:
+def _compile_ahead(cases: Sequence[AnyCase], backend: str, device: torch.device) -> None:
     """Compile the missing kernels of the cases in parallel processes: one by one takes minutes."""
     gpu = gpu_of(device)
     can_compile = kernels.installed(kernels.COMPILER) and kernels.may_compile()
@@ -534,7 +538,7 @@ def _compile_ahead(cases: Sequence[Case], backend: str, device: torch.device) ->
         build_all(missing, kernels.directory(), min(os.cpu_count() or 1, len(missing)), [])
 
 
-def _verdict(case: Case, backend: str, device: torch.device) -> dict[str, Any]:
+def _verdict(case: AnyCase, backend: str, device: torch.device) -> dict[str, Any]:
     """Run a case and return its record. Its "backend": the one that ran, None if none did."""
     from .testing import run_case
 

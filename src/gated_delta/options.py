@@ -16,6 +16,17 @@ from .problem import SHORT, unique
 Op = Enum(
     "Op", {"prefill": "prefill", "decode": "decode", "verify": "verify", "flush": "flush"}, type=str
 )
+Checked = Enum(
+    "Checked",
+    {
+        "prefill": "prefill",
+        "decode": "decode",
+        "verify": "verify",
+        "flush": "flush",
+        "short_conv": "short_conv",
+    },
+    type=str,
+)
 Backend = Enum("Backend", {"auto": "auto", "cute": "cute", "reference": "reference"}, type=str)
 Model = Enum("Model", {"gdn": "gdn", "kda": "kda"}, type=str)
 GateKind = Enum(

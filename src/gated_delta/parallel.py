@@ -23,8 +23,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import api, ops, problem, reference
+from .exact_fp32 import exact_fp32
 from .ops.summarise import Resumable
 from .problem import CHECKPOINT_INTERVAL, LOG, Gate, UnsupportedProblem, type_name
+from .rows import no_conflict, rows_of, stored_checkpoints
 
 NAME = "gated_delta.parallel.prefill"
 
@@ -324,13 +326,13 @@ class Shard:
 
     def check_values(self) -> None:
         """Check indices, lengths and log decays on the host: all that the rank reads."""
-        ops.PREFILL.check_values(api._arguments(ops.PREFILL, (), self.call()))
+        ops.PREFILL.check_values(api.arguments_of(ops.PREFILL, (), self.call()))
         state, null_index = self.given["state"], self.given["null_index"]
         slots = list(range(len(self.parts)))
         if state is not None:
-            slots = reference._rows("state_indices", self.slots, len(slots), len(state), null_index)
+            slots = rows_of("state_indices", self.slots, len(slots), len(state), null_index)
             ended = [(p, slot) for p, slot in enumerate(slots) if self.parts[p].ends]
-            reference._no_conflict("state_indices", ended)
+            no_conflict("state_indices", ended)
         if self.lens is None:
             return
         lens, indices = (
@@ -338,17 +340,17 @@ class Shard:
             for x in (self.given["checkpoint_lens"], self.given["checkpoint_indices"])
         )
         lengths = [part.length for part in self.parts]
-        reference._checkpoints(slots, lengths, lens, indices, null_index)
+        stored_checkpoints(slots, lengths, lens, indices, null_index)
         for part, local in zip(self.parts, self.lens.tolist(), strict=True):
             if part.before % CHECKPOINT_INTERVAL and max(local) >= 0:
                 self.refuse_cut(part, CHECKPOINT_INTERVAL, "checkpoints")
         if indices is not None:
             target = state if self.given["checkpoints"] is None else self.given["checkpoints"]
             stored = indices[self.lens >= 0]
-            rows = reference._rows(
+            rows = rows_of(
                 "checkpoint_indices", stored, len(stored), len(target), null_index, "entry"
             )
-            reference._no_conflict("checkpoint_indices", enumerate(rows))
+            no_conflict("checkpoint_indices", enumerate(rows))
 
     def refuse_cut(self, part: Part, step: int, why: str) -> None:
         expected = f"expected multiples of {step} tokens of a sequence with {why}"
@@ -391,7 +393,7 @@ class Shard:
             return None
         try:
             call = self.call() | dict(backend="cute")
-            arguments = api._arguments(ops.PREFILL, (), call)
+            arguments = api.arguments_of(ops.PREFILL, (), call)
             return api.run(ops.RESUMABLE_PREFILL, *arguments)
         except UnsupportedProblem:
             return None
@@ -402,7 +404,7 @@ class Shard:
         if not self.parts[0].begins or (given["state"] is None and given["initial_state"] is None):
             return summary
         V = self.head_shape[1]
-        with reference._exact_fp32():
+        with exact_fp32():
             B = torch.baddbmm(summary[0, :, :V], self.states[0], summary[0, :, V:])
         summary[0, :, :V] = B
         return summary
@@ -423,7 +425,7 @@ class Shard:
             if owner is None or not layout.tokens(fragment):
                 continue
             state = summary_of(owner)[:, :V]
-            with reference._exact_fp32():
+            with exact_fp32():
                 for x in map(summary_of, filter(layout.tokens, range(owner + 1, fragment))):
                     state = torch.baddbmm(x[:, :V], state, x[:, V:])
             self.states[first] = state

@@ -21,6 +21,7 @@ from rich.table import Table
 from . import compile
 from .gpus import GPUS, PRODUCTS, Gpu, card_of, product
 from .integrations.engine import card_check, load, releases
+from .integrations.sglang.decode_ring import FROM_HEADS
 from .integrations.sglang.kernels import ring_lacks
 from .integrations.sglang.process import drafts_need, room
 from .integrations.sglang.start import Layer
@@ -29,12 +30,14 @@ from .ops.launch import MAX_NORM
 from .options import MAX_DIM, MAX_HEADS
 from .problem import INPUT_DTYPES, MAX_DRAFT, SHORT, KVBuffer, UnsupportedProblem, unique
 from .results import make_table
-from .testing import Case
+from .testing import AnyCase
 
 ENGINES = dict(sglang="SGLang", vllm="vLLM")
 RELEASES = dict(sglang=releases.SGLANG, vllm=releases.VLLM["cuda"])
 MODES = dict(sglang=("decode", "prefill", "verify"), vllm=("decode", "prefill"))
 """As the engines' logs name them. vLLM's decode includes drafts."""
+PROMPTS = ("prefill", "short_conv")
+"""Operations of the mode "prefill"."""
 WHERE = dict(states="as states", kvbuffer="in a KVBuffer (GATED_DELTA_{}_KVBUFFER=1)")
 """Places of drafts, with the engine's name."""
 DEFAULT = "H100"
@@ -249,7 +252,7 @@ class Plan(NamedTuple):
     model: Model
     modes: list[Mode]
     drafts: dict[str, int]
-    cases: list[Case]
+    cases: list[AnyCase]
 
     @property
     def ours(self) -> bool:
@@ -481,6 +484,10 @@ def _sglang(asked: Asked, model: Model) -> tuple[list[Mode], dict[str, int]]:
             mode.leave(f"ours needs {lacks}")
         if mode.name == "decode" and own_ring and T:
             mode.leave("a ring takes no drafts: GATED_DELTA_SGLANG_RING=1 ends the start")
+        if mode.name == "decode" and own_ring and (family, state.element_size()) not in FROM_HEADS:
+            mode.leave(
+                "16-bit states of KDA have no ring: GATED_DELTA_SGLANG_RING=1 ends the start"
+            )
         if mode.name == "decode" and HV in model.served.own_decode and not own_ring:
             mode.leave(f"SGLang has a fused kernel for {HV} heads a GPU")
     return modes, drafts
@@ -519,7 +526,7 @@ def _vllm(asked: Asked, model: Model) -> tuple[list[Mode], dict[str, int]]:
         layer.ring = 1  # kernels are the same for every number of tokens
     calls = layer.calls(pool, 64)
     modes = [
-        Mode(x, [call for call in calls if (call[0] == "prefill") == (x == "prefill")])
+        Mode(x, [call for call in calls if (call[0] in PROMPTS) == (x == "prefill")])
         for x in asked.modes or MODES["vllm"]
     ]
     for mode in modes:

@@ -680,14 +680,7 @@ class Checker:
         self.tensor("beta", a.beta, INPUT_DTYPES, f"{lead} HV")
         for name, x in ((query, a.q), ("k", a.k), ("v", a.v)):
             last_dim_contiguous(name, x)
-        H, HV = self.sizes["H"], self.sizes["HV"]
-        if min(H, HV, self.sizes["K"], self.sizes["V"]) < 1:
-            shapes = f"{query} {list(a.q.shape)}, v {list(a.v.shape)}"
-            raise ValueError(f"{query}, v: expected at least one head and channel, got {shapes}")
-        if HV % H:
-            raise ValueError(
-                f"v: expected HV to be a multiple of H={H} (grouped value heads), got HV={HV}"
-            )
+        self.heads(a, query)
         if a.A_log is not None:
             self.tensor("A_log", a.A_log, (torch.float32,), "HV")
         if a.dt_bias is not None:
@@ -703,6 +696,17 @@ class Checker:
             raise ValueError("beta_logits: expected True with allow_neg_eigval=True, got False")
         self.option("allow_neg_eigval", a.allow_neg_eigval)
         self.sizes["N"] = a.q.shape[0] if a.cu_seqlens is None else a.cu_seqlens.shape[0] - 1
+
+    def heads(self, a: Any, query: str = "q") -> None:
+        """Check the numbers of heads and channels of q, k and v, whose dimensions are checked."""
+        H, HV = a.q.shape[2], a.v.shape[2:-1].numel()
+        if min(H, HV, self.sizes["K"], self.sizes["V"]) < 1:
+            shapes = f"{query} {list(a.q.shape)}, v {list(a.v.shape)}"
+            raise ValueError(f"{query}, v: expected at least one head and channel, got {shapes}")
+        if HV % H:
+            raise ValueError(
+                f"v: expected HV to be a multiple of H={H} (grouped value heads), got HV={HV}"
+            )
 
     def vectors(self, a: Any, *states: Tensor | None) -> None:
         """Note rows that 16-byte accesses cannot read."""

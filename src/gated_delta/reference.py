@@ -15,7 +15,6 @@ import contextlib
 import functools
 import itertools
 import math
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -23,17 +22,27 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .exact_fp32 import exact_fp32
+from .fp8 import FP8_MAX, LEAST_AMAX
 from .problem import (
     CHECKPOINT_INTERVAL,
     FP8,
-    MAX_DRAFT,
     TAPS,
     Gate,
     GatedNorm,
     KVBuffer,
     ShortConv,
     Tokens,
-    flush_sequences,
+)
+from .rows import (
+    buffered_rows,
+    check_log_decays,
+    decode_rows,
+    flush_rows,
+    prefill_rows,
+    short_conv_rows,
+    spans,
+    summary_rows,
 )
 
 L2NORM_EPS = 1e-6
@@ -143,9 +152,6 @@ def gated_norm(o: Tensor, z: Tensor, norm: GatedNorm, dtype: torch.dtype) -> Ten
     return scaled * (silu(z) if norm.activation == "silu" else sigmoid(z))
 
 
-FP8_MAX = torch.finfo(FP8).max
-LEAST_AMAX = 1e-10
-"""Of a head, for its scale: a head of zeros has one, too."""
 LEAST_SCALE = (torch.tensor(LEAST_AMAX) * (1 / FP8_MAX)).item()
 
 
@@ -500,143 +506,6 @@ def chunked_apart(
     return state
 
 
-# ----------------------------------------------------------------------- indices and their checks
-
-
-def _exact_fp32(matmuls: bool = True) -> contextlib.AbstractContextManager[None]:
-    """fp32 means fp32 under any process setting: no autograd, autocast, tf32 or bf16 matmuls."""
-    autocast = [name for name in ("cpu", "cuda") if torch.is_autocast_enabled(name)]
-    rounded = matmuls and _IEEE_MATMULS.needed()
-    if autocast or rounded:  # entering it costs as much as a few small operations
-        return _without(autocast, rounded)
-    return torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def _without(autocast: list[str], rounded: bool) -> Iterator[None]:
-    """Without autograd, autocast on these device types, and rounded matmuls."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        for device_type in autocast:
-            stack.enter_context(torch.autocast(device_type, enabled=False))
-        if rounded:
-            stack.enter_context(_IEEE_MATMULS)
-        yield
-
-
-class _IeeeMatmuls:
-    """Matmuls in ieee fp32 while any thread is inside: torch's settings are per process."""
-
-    def __init__(self) -> None:
-        self._lock, self._inside = threading.Lock(), 0
-        self._before: list[tuple[Any, str]] = []
-
-    def needed(self) -> bool:
-        with self._lock:
-            return self._inside > 0 or bool(self._rounded())
-
-    def _rounded(self) -> list[tuple[Any, str]]:
-        backends: Any = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
-        exact = ("ieee", "none")  # none: not set, so ieee
-        return [(x, x.fp32_precision) for x in backends if x.fp32_precision not in exact]
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if not self._inside:
-                self._before = self._rounded()
-                for backend, _ in self._before:
-                    backend.fp32_precision = "ieee"
-            self._inside += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._inside -= 1
-            for backend, before in () if self._inside else self._before:
-                backend.fp32_precision = "none"  # follows torch.backends.fp32_precision
-                if backend.fp32_precision != before:
-                    backend.fp32_precision = before
-
-
-_IEEE_MATMULS = _IeeeMatmuls()
-
-
-def _spans(tokens: Tokens) -> tuple[list[int], list[int]]:
-    """Start and length of each sequence among the flattened tokens.
-
-    Raises ValueError for a wrong cu_seqlens.
-    """
-    return _spans_of(tokens.q, tokens.cu_seqlens)
-
-
-def _spans_of(q: Tensor, cu_seqlens: Tensor | None) -> tuple[list[int], list[int]]:
-    N, total = q.shape[:2]
-    if cu_seqlens is None:
-        return [n * total for n in range(N)], [total] * N
-    ends = cu_seqlens.tolist()
-    if ends[0] != 0:
-        raise ValueError(f"cu_seqlens: expected to start at 0, got {ends[0]}")
-    lengths = [b - a for a, b in itertools.pairwise(ends)]
-    for n, length in enumerate(lengths):
-        if length < 0:
-            raise ValueError(
-                f"cu_seqlens: expected values that never fall, got {ends[n]} then {ends[n + 1]} "
-                f"at sequence {n}"
-            )
-    if ends[-1] > total:
-        raise ValueError(
-            f"cu_seqlens: expected to end within the {total} packed tokens, got {ends[-1]}"
-        )
-    return ends[:-1], lengths
-
-
-def _check_log_decays(
-    tokens: Tokens, active: Iterable[int], starts: list[int], lengths: list[int]
-) -> None:
-    """Raises ValueError for a log decay above 0 in an active sequence; NaN passes."""
-    if tokens.gate.kind != "log" or not (tokens.g > 0).any():
-        return
-    for n in active:
-        g = tokens.g.flatten(0, 1)[starts[n] : starts[n] + lengths[n]]
-        if (g > 0).any():
-            above = g[g > 0].max().item()
-            raise ValueError(f"g: expected log decays of at most 0, got {above:g} at sequence {n}")
-
-
-def _draft_spans(tokens: Tokens, **room: int) -> tuple[list[int], list[int]]:
-    """_spans of at most 16 tokens each; each tensor named in `room` must have room for them."""
-    starts, lengths = _spans(tokens)
-    longest = max(lengths, default=0)
-    if longest > MAX_DRAFT:
-        raise ValueError(
-            f"cu_seqlens: expected at most {MAX_DRAFT} tokens per sequence, got {longest}"
-        )
-    for name, have in room.items():
-        if longest > have:
-            raise ValueError(
-                f"{name}: expected room for the longest sequence, {longest} tokens, got {have}"
-            )
-    return starts, lengths
-
-
-def _rows(
-    name: str,
-    indices: Tensor | None,
-    count: int,
-    size: int,
-    null_index: int = -1,
-    entry: str = "sequence",
-) -> list[int]:
-    """Row of each sequence; -1 for an index up to null_index.
-
-    Raises IndexError past the end; entry: the name of an index there.
-    """
-    rows = list(range(count)) if indices is None else indices.tolist()
-    for n, row in enumerate(rows):
-        if row >= size and row > null_index:
-            raise IndexError(f"{name}: expected indices below {size}, got {row} at {entry} {n}")
-    return [row if row > null_index else -1 for row in rows]
-
-
 @contextlib.contextmanager
 def _output_rows(out: Tensor, covered: int) -> Iterator[Tensor]:
     """out as rows [tokens, ...], zeroed first if fewer than all rows will be written."""
@@ -664,105 +533,7 @@ def _index(rows: list[int], count: int) -> list[int] | slice:
     return slice(len(rows)) if rows == list(range(len(rows))) and len(rows) <= count else rows
 
 
-def _no_conflict(
-    name: str, writes: Iterable[tuple[int, int]], reads: Iterable[tuple[int, int]] = ()
-) -> None:
-    """Raises ValueError if two sequences write one row, or one reads a row that another writes.
-
-    Pairs are (sequence, row); a negative row is none.
-    """
-    writers: dict[int, int] = {}
-    for n, row in writes:
-        if row >= 0 and writers.setdefault(row, n) != n:
-            raise ValueError(
-                f"{name}: expected at most one sequence to write each row, got two for row {row}"
-            )
-    for n, row in reads:
-        if row >= 0 and writers.get(row, n) != n:
-            raise ValueError(
-                f"{name}: expected no row that another sequence reads, got row {row}, "
-                f"which sequence {n} reads"
-            )
-
-
 # ---------------------------------------------------------------------------- the four operations
-
-# Each operation's *_rows checks every index and log decay on the host, before anything is written.
-# It raises IndexError past a tensor's end, ValueError for wrong lengths, conflicting writes and log
-# decays above 0.
-
-
-class Checkpoint(NamedTuple):
-    """The state of a sequence after so many tokens, and its row in the pool or in `checkpoints`."""
-
-    sequence: int
-    tokens: int
-    row: tuple[int, ...]
-
-
-class PrefillRows(NamedTuple):
-    """The slot that each sequence of a prefill reads and writes; negative: inactive."""
-
-    slots: list[int]
-    starts: list[int]
-    lengths: list[int]
-    checkpoints: list[Checkpoint]
-
-
-def prefill_rows(
-    tokens: Tokens,
-    state: Tensor | None,
-    state_indices: Tensor | None,
-    checkpoint_lens: Tensor | None,
-    checkpoint_indices: Tensor | None,
-    checkpoints: Tensor | None,
-    null_index: int,
-) -> PrefillRows:
-    starts, lengths = _spans(tokens)
-    P = len(starts) if state is None else state.shape[0]
-    slots = _rows("state_indices", state_indices, len(starts), P, null_index)
-    _no_conflict("state_indices", enumerate(slots))
-    _check_log_decays(tokens, (n for n, slot in enumerate(slots) if slot >= 0), starts, lengths)
-    stored = _checkpoints(slots, lengths, checkpoint_lens, checkpoint_indices, null_index)
-    taken = {slot for slot in slots if slot >= 0} if checkpoints is None else set()
-    rows = P if checkpoints is None else len(checkpoints)
-    for n, _, (slot, *_) in stored if checkpoint_indices is not None else ():
-        if slot >= rows:
-            raise IndexError(
-                f"checkpoint_indices: expected indices below {rows}, got {slot} at sequence {n}"
-            )
-        if slot in taken:
-            raise ValueError(
-                "checkpoint_indices: expected no two states, checkpoints or final, for one slot, "
-                f"got two for {slot}"
-            )
-        taken.add(slot)
-    return PrefillRows(slots, starts, lengths, stored)
-
-
-def _checkpoints(
-    slots: list[int],
-    lengths: list[int],
-    checkpoint_lens: Tensor | None,
-    checkpoint_indices: Tensor | None,
-    null_index: int,
-) -> list[Checkpoint]:
-    """The entries that store a state; raises ValueError for a wrong length."""
-    stored = []
-    lens = [] if checkpoint_lens is None else checkpoint_lens.tolist()
-    indices = None if checkpoint_indices is None else checkpoint_indices.tolist()
-    for n, row in enumerate(lens):
-        for j, t in enumerate(row):
-            null = indices is not None and indices[n][j] <= null_index
-            if slots[n] < 0 or t < 0 or null:
-                continue
-            if t % CHECKPOINT_INTERVAL or t > lengths[n]:
-                raise ValueError(
-                    f"checkpoint_lens: expected multiples of {CHECKPOINT_INTERVAL} up to the "
-                    f"sequence's {lengths[n]} tokens, or negative ones, got {t} at sequence {n}"
-                )
-            stored.append(Checkpoint(n, t, (n, j) if indices is None else (indices[n][j],)))
-    return stored
 
 
 def prefill(
@@ -784,7 +555,7 @@ def prefill(
         tokens, state=state, checkpoints=checkpoints, **indices
     )
     N, (HV, V, K) = len(starts), (*tokens.v.shape[2:], tokens.q.shape[3])
-    with _exact_fp32():
+    with exact_fp32():
         states = tokens.v.new_zeros(N, HV, V, K, dtype=torch.float32)
         active = [n for n in range(N) if slots[n] >= 0]
         if state is not None:
@@ -811,25 +582,6 @@ def prefill(
             final_state.copy_(rounded(states, final_state.dtype))
 
 
-class SummaryRows(NamedTuple):
-    """The sequences that a summarise names: their rows in the result, starts and lengths."""
-
-    rows: list[int]
-    starts: list[int]
-    lengths: list[int]
-
-
-def summary_rows(tokens: Tokens, sequences: Tensor | None) -> SummaryRows:
-    starts, lengths = _spans(tokens)
-    count = len(starts) if sequences is None else sequences.shape[0]
-    given = _rows("sequences", sequences, count, len(starts), entry="entry")
-    _no_conflict("sequences", enumerate(given))
-    _check_log_decays(tokens, (n for n in given if n >= 0), starts, lengths)
-    rows = [row for row, n in enumerate(given) if n >= 0]
-    named = [given[row] for row in rows]
-    return SummaryRows(rows, [starts[n] for n in named], [lengths[n] for n in named])
-
-
 def with_identity(tokens: Tokens, state: Tensor, dtype: torch.dtype) -> tuple[Tokens, Tensor]:
     """Tokens and initial states [S, HV, V + K, K] that end in B and M.
 
@@ -847,7 +599,7 @@ def summarise(
 ) -> None:
     """Writes B, then M, of the sequences named, to their rows of out [S, HV, V + K, K]."""
     rows, starts, lengths = summary_rows(tokens, sequences)
-    with _exact_fp32():
+    with exact_fp32():
         out.zero_()
         if not rows:
             return
@@ -858,135 +610,6 @@ def summarise(
         tokens, states = with_identity(flatten(tokens), initial, torch.float32)
         o = torch.empty_like(tokens.v, dtype=torch.float32)
         out[rows] = chunked(tokens, starts, lengths, states, o)
-
-
-class DecodeRows(NamedTuple):
-    """The rows that each sequence of a decode reads and writes; negative: none."""
-
-    reads: list[int]
-    writes: list[int]
-    token_slots: list[list[int]]
-    """Slot of the state after each token; empty if the call has none."""
-    intermediates: list[int]
-    """Row of intermediate_states."""
-    starts: list[int]
-    lengths: list[int]
-
-
-def decode_rows(
-    tokens: Tokens,
-    state: Tensor,
-    state_indices: Tensor | None,
-    write_indices: Tensor | None,
-    num_accepted: Tensor | None,
-    intermediate_states: Tensor | None,
-    intermediate_indices: Tensor | None,
-    null_index: int,
-    update_state: bool,
-) -> DecodeRows:
-    """Without a buffer; `buffered_rows` is for calls with one."""
-    N, P = tokens.num_sequences, state.shape[0]
-    room = (
-        {} if intermediate_states is None else {"intermediate_states": intermediate_states.shape[1]}
-    )
-    token_slots: list[list[int]] = []
-    if state_indices is not None and state_indices.ndim == 2:
-        width = room["state_indices"] = state_indices.shape[1]
-        for n, row in enumerate(state_indices):
-            entry = f"sequence {n}, column"
-            token_slots.append(_rows("state_indices", row, width, P, null_index, entry))
-        accepted = [1] * N if num_accepted is None else num_accepted.tolist()
-        reads = [
-            slots[min(max(m, 1), width) - 1] for slots, m in zip(token_slots, accepted, strict=True)
-        ]
-        writes = [-1] * N
-    else:
-        reads = _rows("state_indices", state_indices, N, P, null_index)
-        writes = (
-            reads
-            if write_indices is None
-            else _rows("write_indices", write_indices, N, P, null_index)
-        )
-    starts, lengths = _draft_spans(tokens, **room)
-    active = [n for n in range(N) if reads[n] >= 0]
-    if not update_state:
-        writes, token_slots = [-1] * N, []
-    if token_slots:
-        written = [(n, slot) for n in active for slot in token_slots[n][: lengths[n]]]
-    else:
-        written = [(n, writes[n]) for n in active]
-    read = [(n, reads[n]) for n in active if lengths[n] or writes[n] >= 0]
-    _no_conflict("state_indices" if write_indices is None else "write_indices", written, read)
-    intermediates = [-1] * N
-    if intermediate_states is not None:
-        R = intermediate_states.shape[0]
-        intermediates = _rows("intermediate_indices", intermediate_indices, N, R)
-    _no_conflict("intermediate_indices", ((n, intermediates[n]) for n in active if lengths[n]))
-    _check_log_decays(tokens, active, starts, lengths)
-    return DecodeRows(reads, writes, token_slots, intermediates, starts, lengths)
-
-
-class BufferedRows(NamedTuple):
-    """The slot and the buffer row of each sequence of a verify, or of a decode with a buffer."""
-
-    reads: list[int]
-    rows: list[int]
-    counts: list[int]
-    """Tokens of the row that the state lacks."""
-    appends: list[bool]
-    """Whether the call's tokens fit in the row; otherwise they and the row go into the state."""
-    active: list[int]
-    starts: list[int]
-    lengths: list[int]
-    parents: list[list[int]] | None
-
-
-def buffered_rows(
-    tokens: Tokens,
-    state: Tensor,
-    state_indices: Tensor | None,
-    buffer: KVBuffer,
-    buffer_indices: Tensor | None,
-    buffer_lens: Tensor | None,
-    null_index: int,
-    parents: Tensor | None = None,
-    folds: bool = True,
-) -> BufferedRows:
-    N, (R, C) = tokens.num_sequences, buffer.u.shape[:2]
-    room = dict(buffer=C) if buffer_lens is None else {}
-    room |= {} if parents is None else dict(parents=parents.shape[1])
-    starts, lengths = _draft_spans(tokens, **room)
-    reads = _rows("state_indices", state_indices, N, state.shape[0], null_index)
-    rows = _rows("buffer_indices", buffer_indices, N, R)
-    given = [0] * N if buffer_lens is None else buffer_lens.tolist()
-    counts = [min(max(m, ~m), C) for m in given]
-    appends = [
-        length == 0 or (x >= 0 and m + length <= C)
-        for x, m, length in zip(given, counts, lengths, strict=True)
-    ]
-    active = [n for n in range(N) if reads[n] >= 0 and rows[n] >= 0]
-    if folds:
-        _no_conflict("state_indices", ((n, reads[n]) for n in active))
-    elif full := [n for n in active if not appends[n]]:
-        n = full[0]
-        if given[n] < 0:
-            expected = "expected 0 or more in verify, which folds no row"
-            raise ValueError(f"buffer_lens: {expected}, got {given[n]} at sequence {n}")
-        raise ValueError(
-            f"buffer_lens: expected room for the {lengths[n]} drafts of sequence {n} behind "
-            f"{counts[n]} tokens, got a buffer of {C}: flush the row first"
-        )
-    _no_conflict("buffer_indices", ((n, rows[n]) for n in active))
-    _check_log_decays(tokens, active, starts, lengths)
-    tree = None if parents is None else [[-1, *row[1:]] for row in parents.tolist()]
-    for n in active:
-        for t, parent in enumerate(tree[n][: lengths[n]] if tree is not None else ()):
-            if not -1 <= parent < t:
-                raise ValueError(
-                    f"parents: expected -1 or the index of an earlier token, got {parent} "
-                    f"for token {t} of sequence {n}"
-                )
-    return BufferedRows(reads, rows, counts, appends, active, starts, lengths, tree)
 
 
 def decode_with_buffer(
@@ -1013,7 +636,7 @@ def decode_with_buffer(
         out.zero_()
         return
     parts = buffer.u, buffer.k, buffer.log_decay
-    with _exact_fp32(), _output_rows(out, sum(lengths[n] for n in active)) as o:
+    with exact_fp32(), _output_rows(out, sum(lengths[n] for n in active)) as o:
         x = activate(flatten(tokens), torch.float32)
         slots, places = ([values[n] for n in active] for values in (reads, rows))
         if buffer_lens is None:
@@ -1058,7 +681,7 @@ def decode(
     **indices: Any,
 ) -> None:
     if tokens.cu_seqlens is None and not any(isinstance(x, Tensor) for x in indices.values()):
-        _check_log_decays(tokens, range(tokens.num_sequences), *_spans(tokens))
+        check_log_decays(tokens, range(tokens.num_sequences), *spans(tokens))
         _decode_in_order(tokens, state, intermediate_states, update_state, norm, z, out)
         return
     states: dict[str, Any] = dict(
@@ -1069,7 +692,7 @@ def decode(
     )
     P = state.shape[0]
     active = [n for n in range(len(reads)) if reads[n] >= 0]
-    with _exact_fp32(), _output_rows(out, sum(lengths[n] for n in active)) as o:
+    with exact_fp32(), _output_rows(out, sum(lengths[n] for n in active)) as o:
         x = activate(flatten(tokens), torch.float32)
         longest = max((lengths[n] for n in active), default=0)
         read = state[_index([reads[n] for n in active], P)]
@@ -1117,7 +740,7 @@ def _decode_in_order(
     def at(x: Tensor, t: int) -> Tensor:
         return x if x.shape[1] == 1 else x[:, t : t + 1]
 
-    with _exact_fp32(matmuls=False):  # step has none
+    with exact_fp32(matmuls=False):  # step has none
         x = activate(tokens, torch.float32)
         stored = state[:N].unsqueeze(1)
         for t in range(T):
@@ -1135,51 +758,6 @@ def verify(tokens: Tokens, **arguments: Any) -> None:
     decode_with_buffer(tokens, folds=False, **arguments)
 
 
-class FlushRows(NamedTuple):
-    """The slots that each sequence of a flush reads and writes, and the buffer row that it folds.
-
-    counts: tokens to fold. active: the sequences with both slots and a row.
-    """
-
-    reads: list[int]
-    writes: list[int]
-    rows: list[int]
-    counts: list[int]
-    active: list[int]
-
-
-def flush_rows(
-    state: Tensor,
-    buffer: KVBuffer,
-    num_accepted: int | Tensor,
-    path: Tensor | None,
-    state_indices: Tensor | None,
-    write_indices: Tensor | None,
-    buffer_indices: Tensor | None,
-    null_index: int,
-) -> FlushRows:
-    P, C = state.shape[-4], buffer.u.shape[-3]
-    N = flush_sequences(num_accepted, path, state_indices, write_indices, buffer_indices)
-    name, reads = "state_indices", _rows("state_indices", state_indices, N, P, null_index)
-    writes = reads
-    if write_indices is not None:
-        name, writes = "write_indices", _rows("write_indices", write_indices, N, P, null_index)
-    rows = _rows("buffer_indices", buffer_indices, N, buffer.u.shape[-4])
-    active = [n for n in range(N) if min(reads[n], writes[n], rows[n]) >= 0]
-    _no_conflict(name, ((n, writes[n]) for n in active), ((n, reads[n]) for n in active))
-    counts = num_accepted.tolist() if isinstance(num_accepted, Tensor) else [int(num_accepted)] * N
-    most = C if path is None else min(C, path.shape[1])
-    counts = [min(max(count, ~count), most) for count in counts]
-    for n in active:
-        accepted = [] if path is None else path[n, : counts[n]].tolist()
-        if any(a >= b for a, b in itertools.pairwise([-1, *accepted, C])):
-            raise ValueError(
-                f"path: expected ascending indices of a row of {C} tokens, got {accepted} "
-                f"at sequence {n}"
-            )
-    return FlushRows(reads, writes, rows, counts, active)
-
-
 def flush(
     *,
     state: Tensor,
@@ -1194,7 +772,7 @@ def flush(
     changed = [n for n in active if counts[n] > 0 or reads[n] != writes[n]]
     if not changed:
         return
-    with _exact_fp32():
+    with exact_fp32():
         m = torch.tensor([counts[n] for n in changed], device=state.device)
         read, write, row = ([values[n] for n in changed] for values in (reads, writes, rows))
         for layer in range(state.shape[0]) if state.ndim == 5 else (None,):
@@ -1228,20 +806,6 @@ def _fold(state: Tensor, records: list[Tensor], m: Tensor) -> Tensor:
 
 
 # ------------------------------------------------------------------- the convolution before prefill
-
-
-def short_conv_rows(
-    q: Tensor,
-    windows: Tensor,
-    cu_seqlens: Tensor | None,
-    state_indices: Tensor | None,
-    null_index: int,
-) -> tuple[list[int], list[int], list[int]]:
-    """Slots, negative ones inactive, first rows and lengths of the sequences."""
-    starts, lengths = _spans_of(q, cu_seqlens)
-    slots = _rows("state_indices", state_indices, len(starts), windows.shape[0], null_index)
-    _no_conflict("state_indices", enumerate(slots))
-    return slots, starts, lengths
 
 
 def short_conv(

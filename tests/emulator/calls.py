@@ -9,6 +9,7 @@ import torch
 import gated_delta as gd
 from gated_delta.gpus import H200
 from gated_delta.ops import OPERATIONS
+from gated_delta.problem import FP8
 from gated_delta.testing import cases, run_case
 from gpu import relative_error
 
@@ -81,3 +82,23 @@ def decaying(axis, T, logs, lengths=None):
 
 def largest_head_error(x, y, dim):
     return max(relative_error(x.select(dim, h), y.select(dim, h)) for h in range(x.shape[dim]))
+
+
+MOST = 448.0
+
+
+def quantised(o, given):
+    """SGLang's formula, a head at a time: values and scales."""
+    values, scales = torch.zeros(o.shape, dtype=FP8), torch.zeros(o.shape[:-1])
+    for at in itertools.product(*map(range, o.shape[:-1])):
+        row = o[at].float()
+        amax = torch.tensor(max([abs(x) for x in row.tolist() if x == x] + [1e-10]))
+        scales[at] = amax * torch.tensor(1 / MOST) if given is None else given
+        factor = torch.tensor(MOST) / amax if given is None else 1 / torch.tensor(given)
+        values[at] = (row * factor).clamp(-MOST, MOST).to(FP8)
+    return values, scales
+
+
+def bits(x):
+    """Bits of FP8, one NaN for all."""
+    return torch.where(x.float().isnan(), 0x7F, x.contiguous().view(torch.uint8))

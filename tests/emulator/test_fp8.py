@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 from dataclasses import replace
 from unittest import mock
@@ -21,26 +20,7 @@ from gated_delta.testing.inputs import make
 from gpu import needs_compiler
 
 from . import emulated
-from .calls import sample
-
-MOST = 448.0
-
-
-def quantised(o, given):
-    """SGLang's formula, a head at a time: values and scales."""
-    values, scales = torch.zeros(o.shape, dtype=FP8), torch.zeros(o.shape[:-1])
-    for at in itertools.product(*map(range, o.shape[:-1])):
-        row = o[at].float()
-        amax = torch.tensor(max([abs(x) for x in row.tolist() if x == x] + [1e-10]))
-        scales[at] = amax * torch.tensor(1 / MOST) if given is None else given
-        factor = torch.tensor(MOST) / amax if given is None else 1 / torch.tensor(given)
-        values[at] = (row * factor).clamp(-MOST, MOST).to(FP8)
-    return values, scales
-
-
-def bits(x):
-    """Bits of FP8, one NaN for all."""
-    return torch.where(x.float().isnan(), 0x7F, x.contiguous().view(torch.uint8))
+from .calls import MOST, bits, quantised, sample
 
 
 def call(case, size, given):

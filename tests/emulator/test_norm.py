@@ -1,15 +1,17 @@
-"""prefill's gated norm on the emulator: decode's norm of the same outputs, bit for bit."""
+"""prefill's gated norm on the emulator: decode's norm of the same outputs, bit for bit; in FP8."""
+
+import contextlib
+import math
 
 import pytest
 import torch
 
 import gated_delta as gd
+from gated_delta.problem import FP8
 from gpu import needs_compiler, prefill_path
 
 from . import emulated
-from .calls import SMS, call
-
-pytestmark = needs_compiler
+from .calls import SMS, bits, call, quantised
 
 LENGTHS, PADDING = (65, 0, 3, 2), 2
 """Packed: a last chunk of one token, an empty sequence, an inactive one, two tokens."""
@@ -37,6 +39,13 @@ def hostile(T, HV, V, dtype):
     return torch.randn(V, generator=rng), z.to(dtype)[..., 1, :]
 
 
+def active_rows():
+    active = torch.ones(sum(LENGTHS) + PADDING, dtype=torch.bool)
+    active[65:68], active[-PADDING:] = False, False
+    return active
+
+
+@needs_compiler
 @pytest.mark.parametrize(
     ("axis", "heads", "K", "V", "dtype"),
     [("head", (1, 3), 64, 128, torch.bfloat16), ("channel", (1, 1), 96, 192, torch.float16)],
@@ -61,10 +70,43 @@ def test_prefill_has_the_bits_of_decodes_norm(axis, heads, K, V, dtype, kernels)
             results.append((out, state))
         (bare, state), (o, other) = results
         want = norm_by_decode(bare[:, COMPARED], norm, z[:, COMPARED])
-    active = torch.ones(T, dtype=torch.bool)
-    active[65:68], active[-PADDING:] = False, False
+    active = active_rows()
     assert bare[:, active].any()
     assert want[0, 1, 0].isnan().any()
     assert torch.equal(state, other)
     assert not o[:, ~active].any()
     assert torch.equal(o[:, COMPARED].view(torch.int16), want.view(torch.int16))
+
+
+@pytest.mark.parametrize("backend", ["reference", pytest.param("cute", marks=needs_compiler)])
+@pytest.mark.parametrize(
+    ("heads", "V", "dtype", "given"),
+    [((1, 2), 128, torch.bfloat16, None), ((1, 1), 64, torch.float16, 0.03)],
+)
+def test_prefill_in_fp8_is_its_quantiser(heads, V, dtype, given, backend, kernels):
+    """Scales in DeepGEMM's layout, or one that is given; rows of no sequence have both, too."""
+    T, HV = sum(LENGTHS) + PADDING, heads[1]
+    one = call("head", T, LENGTHS, heads, 64, V)
+    one |= {name: one[name].to(dtype) for name in "qkvg"}
+    one["v"][0, 4] = 0
+    weight, z = hostile(T, HV, V, dtype)
+    weight[7] = math.nan
+    one |= dict(norm=gd.GatedNorm(weight), z=z, backend=backend)
+    one["state_indices"] = torch.tensor([3, 1, -1, 0])
+    del one["output_final_state"]
+    scales = torch.full((HV, 76), math.nan)[:, :T].T[None]
+    scales = scales if given is None else torch.tensor([given])
+    out = torch.full((1, T, HV, 2, V), math.nan).to(FP8)[..., 1, :]
+    states = [torch.randn(4, HV, V, 64, generator=torch.Generator().manual_seed(0))]
+    states.append(states[0].clone())
+    on_cpu = emulated(kernels) if backend == "cute" else contextlib.nullcontext()
+    with prefill_path("tiles", sms=SMS), on_cpu:
+        o, _ = gd.prefill(**one, state=states[0])
+        values, _ = gd.prefill(**one, state=states[1], out=out, out_scales=scales)
+    want, want_scales = quantised(o, given)
+    assert values is out
+    assert torch.equal(bits(out), bits(want))
+    assert torch.equal(scales.expand(want_scales.shape), want_scales)
+    assert torch.equal(*states)
+    assert not out.float()[:, ~active_rows()].any()
+    assert out.float()[:, active_rows()].isnan().any()

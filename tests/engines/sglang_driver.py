@@ -4,8 +4,10 @@ Prints RESULT and, as JSON, each round's tokens and each prompt's tokens in the 
 process of the engine imports this file before anything else, so its top level runs in each.
 """
 
+import asyncio
 import json
 import os
+import random
 
 import sglang_cpu
 import sglang_states
@@ -23,7 +25,7 @@ from gated_delta import api, dispatch, gpus, ops
 from gated_delta.integrations.engine import load as start
 from gated_delta.integrations.engine import state_check
 from gated_delta.integrations.engine.calls import Calls
-from gated_delta.integrations.sglang import process
+from gated_delta.integrations.sglang import decode_ring, process
 
 
 class Written(Calls):
@@ -112,8 +114,40 @@ if "on_gpu" in case:
     start.gpu_of = lambda device: gpus.H200
 if "check" in case:
     count_compared(case["check"])
+if "ring_from" in case:  # requests
+    decode_ring.heads_of = lambda configurator, layer: case["ring_from"] * layer.HV
 if "backend" in case:
     process.backend_for = lambda x: case["backend"]
+
+
+async def soak(engine, requests, aborts):
+    """The answers to requests (prompt, tokens), all at once; every third is aborted if `aborts`."""
+
+    async def one(n, prompt, new_tokens):
+        sampling = dict(temperature=0, max_new_tokens=new_tokens, ignore_eos=True)
+        call = engine.async_generate(
+            input_ids=prompt, sampling_params=sampling, rid=f"{aborts} {n}"
+        )
+        task = asyncio.ensure_future(call)
+        if aborts and n % 3 == 1:
+            await asyncio.wait([task], timeout=0.1 * n)
+            engine.tokenizer_manager.abort_request(f"{aborts} {n}")
+        return (await task)["output_ids"]
+
+    return await asyncio.gather(*(one(n, *request) for n, request in enumerate(requests)))
+
+
+def soaks(engine, text):
+    """Answers to requests that share beginnings and end inside blocks: in a rush, and once more."""
+    rng = random.Random(0)
+    requests = [
+        (text[: rng.choice((64, 70, 128))] + text[n : n + rng.randrange(30)], rng.randrange(5, 70))
+        for n in range(case["soak"])
+    ]
+    requests[0] = requests[0][0], 150  # the last one, alone
+    rush = engine.loop.run_until_complete(soak(engine, requests, aborts=True))
+    calm = engine.loop.run_until_complete(soak(engine, requests[::-1], aborts=False))
+    return rush, calm[::-1]
 
 
 def main():
@@ -149,6 +183,8 @@ def main():
                 for one in outputs
             ]
         )
+    if "soak" in case:
+        rounds += soaks(engine, max(case["prompts"], key=len))
     print("RESULT", json.dumps(rounds), flush=True)
     engine.shutdown()
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 import inspect
 import json
 import os
@@ -9,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -32,6 +34,7 @@ from sglang.srt.configs import mamba_utils
 from sglang.srt.layers.attention.linear import gdn_backend, kda_backend, utils
 from sglang.srt.layers.attention.linear.kernels.gdn_triton import TritonGDNKernel
 from sglang.srt.layers.attention.linear.kernels.kda_triton import TritonKDAKernel
+from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
 from sglang.srt.managers import schedule_policy
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
@@ -39,7 +42,7 @@ from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 from sglang.srt.mem_cache.memory_pool import MambaPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.plugins import load_plugins
-from sglang.srt.plugins.hook_registry import HookRegistry
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_context
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
@@ -54,6 +57,7 @@ from gated_delta.integrations.sglang import checking, decode_ring, process
 from gated_delta.integrations.sglang import cuts as sglang_cuts
 from gated_delta.integrations.sglang import kernels as sglang_kernels
 from gated_delta.integrations.sglang import kvbuffer as kvbuffer
+from gated_delta.integrations.sglang import norm as sglang_norm
 from gated_delta.integrations.sglang import ring as rings
 from gated_delta.integrations.sglang import start as sglang_start
 from gated_delta.problem import KVBuffer, UnsupportedProblem
@@ -526,7 +530,7 @@ def test_accepted_drafts_stay_in_their_rows(layers, bound):
     for step in range(9):
         accepted = [[3, 2, 1][step % 3], step % 4, 1]
         track = [1 if step == 4 else -1, -1, -1]
-        ring.read(rows, slots)
+        ring.step(rows, slots)
         for layer in range(2):
             x = Given(layers, [3, 3, 3], slots.tolist(), bound=bound, seed=10 * step + layer)
             x.pool = whole[layer]
@@ -688,6 +692,7 @@ def test_a_retracted_requests_state_is_whole(layers, bound, monkeypatch):
     states.copy_(torch.randn_like(states))
     whole, ring.lens[:] = states.clone(), 4
     one, other, last = requests.alloc_rows(3)
+    ring.appends = True
     slots = torch.tensor([3, 0, 5, -1], dtype=torch.int32)
     rows = torch.tensor([one, 0, other, 0])
     for row, slot in ((one, 3), (other, 5), (last, 2)):
@@ -846,6 +851,7 @@ def test_what_the_checking_mode_needs(flags, needed, caplog, monkeypatch):
         (dict(others=True), "GDN or KDA layers"),
         (dict(release=True), "SGLang 0.0.1, not 0.5.23, which changes covered"),
         (dict(gpu=True), "tensors on a CUDA device, got cpu"),
+        (dict(kda_in_16_bits=True), "32-bit states of KDA layers"),
     ],
     ids=lambda x: None if isinstance(x, str) else next(iter(x)),
 )
@@ -860,6 +866,11 @@ def test_what_a_ring_cannot_have_ends_the_start(flags, named, monkeypatch):
         monkeypatch.setattr(releases, "SGLANG_RING", other)
     if flags.pop("gpu", False):
         monkeypatch.setattr(process, "backend_for", lambda x: "cute")
+    if flags.pop("kda_in_16_bits", False):
+        configurator = Configurator("KDA")
+        params = configurator.params
+        dtype = dataclasses.replace(params.dtype, temporal=torch.bfloat16)
+        configurator.mambaish_config.mamba2_cache_params = dataclasses.replace(params, dtype=dtype)
     ours = dict(linear_attn_decode_backend=process.NAME, disable_radix_cache=True)
     with under(**ours | flags), pytest.raises(UnsupportedProblem) as error:
         decode_ring._budget(None, configurator, 1.0)
@@ -867,8 +878,40 @@ def test_what_a_ring_cannot_have_ends_the_start(flags, named, monkeypatch):
     assert named in str(error.value)
 
 
-def test_a_rings_memory_is_reserved():
+def test_a_start_asks_for_the_kernels_of_its_layers(monkeypatch):
+    """With their norm and bound: a pack need not have others."""
+    monkeypatch.setattr(decode_ring, "heads_of", lambda *_: 0)
+    monkeypatch.setattr(sglang_norm, "gate_of", lambda module: module)
+    attn, asked = RadixLinearAttention.__new__(RadixLinearAttention), []
+    torch.nn.Module.__init__(attn)
+    attn.lower_bound = -5.0
+    configurator = Configurator("KDA")
+    configurator.model = SimpleNamespace(modules=lambda: [SimpleNamespace(attn=attn)])
+    monkeypatch.setattr(load, "refused", lambda calls: asked.extend(calls))
+    with decoding():
+        decode_ring.sizes(configurator)
+    with speculating(drafts=3):
+        kvbuffer.sizes(configurator)
+    asked = [call for op, call in asked if op != "flush"]
+    assert len(asked) == 3
+    assert all("norm" in call and call["gate"].bound == -5.0 for call in asked)
+
+
+def test_hooks_of_other_plug_ins_do_not_displace_ours(monkeypatch):
+    others = [(HookType.BEFORE, print, None)]
+    monkeypatch.setattr(HookRegistry, "_hooks", defaultdict(list, {rings._EXTEND: others}))
+    for _ in range(2):
+        rings.register_folds()
+    assert [hook for _, hook, _ in others] == [print, rings._before_extend]
+    assert len(HookRegistry._hooks[rings._BACKUP]) == 1
+    monkeypatch.setattr(HookRegistry, "_patched", {rings._FUSED, rings._EXTEND, rings._BACKUP})
+    with pytest.raises(RuntimeError, match=r"must hook .*covered, but another plug-in"):
+        process.hook({rings._FUSED: rings._uncovered}, "AFTER")
+
+
+def test_a_rings_memory_is_reserved(monkeypatch):
     """For the requests that run; else each slot of states pays a part of a request's row."""
+    monkeypatch.setitem(decode_ring.FROM_HEADS, ("KDA", 4), 7 * HV)
     configurator, seen = Configurator("KDA"), []
     configurator.extra_mamba_cache_bytes_per_req = 100
     configurator._calculate_mamba_ratio = lambda: 5
@@ -878,6 +921,7 @@ def test_a_rings_memory_is_reserved():
 
     for flags in (
         dict(max_running_requests=7),
+        dict(max_running_requests=6),  # a ring would not pay
         dict(max_running_requests=None),
         dict(disaggregation_mode="prefill"),  # decodes nothing
     ):
@@ -887,25 +931,21 @@ def test_a_rings_memory_is_reserved():
         row = KVBuffer.empty(1, **decode_ring.sizes(configurator)).nbytes
     assert row == 2 * 15 * 4 * (HV * D + H * D + HV * D)
     part = 100 + -(-row // 5)
-    assert seen == [(1.0 - 8 * row / 2**30, 100), (1.0 - row / 2**30, part), (1.0, 100)]
+    all_rows, one_row = 1.0 - 8 * row / 2**30, 1.0 - row / 2**30
+    assert seen == [(all_rows, 100), (1.0, 100), (one_row, part), (1.0, 100)]
     assert configurator.extra_mamba_cache_bytes_per_req == 100
 
 
 def test_a_graph_steps_the_ring_as_it_replays():
     """Rows of new requests are emptied before a replay, not while SGLang captures a graph."""
-    ring = rings.Ring(torch.zeros(1, P, HV, D, D), KVBuffer.empty(4, 3, H, HV, D, D, num_layers=1))
-    process.state.ring = ring
+    ring = graphs_ring(heads=3 * HV)
     backend = SimpleNamespace(
         _forward_metadata=None,
         init_forward_metadata_out_graph=lambda batch, in_capture: None,
         forward_metadata=SimpleNamespace(mamba_cache_indices=torch.tensor([5, 2, -1])),
     )
     rings.attach(backend)
-    batch = SimpleNamespace(
-        forward_mode=ForwardMode.DECODE,
-        req_pool_indices=torch.tensor([3, 1, 2]),
-        mamba_track_mask=torch.tensor([False, True, True]),
-    )
+    batch = decode_batch(3, 1, 2)
     ring.lens[:] = torch.tensor([0, 1, 2, 3])
     ring.taken = [1]
     backend.init_forward_metadata_out_graph(batch, in_capture=True)
@@ -916,6 +956,7 @@ def test_a_graph_steps_the_ring_as_it_replays():
     assert given["buffer_indices"].tolist() == [3, 1, 0]  # padding has no request's row
     assert given["buffer_lens"].tolist()[:2] == [3, ~0]
     assert ring.lens.tolist()[1:] == [0, 2, 0]
+    assert ring.appends
     ring.drafts, batch.forward_mode = 2, ForwardMode.TARGET_VERIFY
     ring.lens[3] = 2
     backend.init_forward_metadata_in_graph(batch)  # which advances no length
@@ -929,6 +970,78 @@ def test_a_graph_steps_the_ring_as_it_replays():
     assert ring.lens.tolist()[1:] == [0, 2, 0]
     with pytest.raises(RuntimeError, match="room for batches of 72, not 73"):
         ring.step(torch.ones(73), torch.ones(73), None)
+
+
+def graphs_ring(**given):
+    buffer = KVBuffer.empty(4, 3, H, HV, D, D, num_layers=1)
+    for part in (buffer.u, buffer.k, buffer.log_decay):
+        part.fill_(0.5)
+    process.state.ring = rings.Ring(torch.zeros(1, P, HV, D, D), buffer, **given)
+    return process.state.ring
+
+
+def decode_batch(*rows, mode=ForwardMode.DECODE):
+    return SimpleNamespace(
+        forward_mode=mode,
+        logical_forward_mode=mode,
+        req_pool_indices=torch.tensor(rows),
+        mamba_track_mask=torch.arange(len(rows)) > 0,
+    )
+
+
+def test_a_small_batch_finds_states_whole():
+    """Rows are folded once on the way down; an idle rank's batch folds none."""
+    ring, folds = graphs_ring(heads=3 * HV), []
+    fold, slots = ring.fold, {1: 5, 2: 3, 3: 6}
+    ring.fold = lambda rows, slots: (folds.append(rows.tolist()), fold(rows, slots))
+    of = lambda batch: torch.tensor([slots.get(x, -1) for x in batch.req_pool_indices.tolist()])
+    backend = SimpleNamespace(
+        _forward_metadata=lambda batch: SimpleNamespace(mamba_cache_indices=of(batch)),
+        init_forward_metadata_out_graph=None,
+    )
+    rings.attach(backend)
+    decode = lambda *rows, **mode: backend._forward_metadata(decode_batch(*rows, **mode))
+    decode(1, 2)
+    assert (ring.appends, folds) == (False, [])  # nothing to fold
+    decode(3, 1, 2)
+    decode(3, 1, 0)
+    assert ring.appends
+    assert ring.lens.tolist() == [0, 0, 0, 2]
+    decode(0, 0, mode=ForwardMode.IDLE)
+    assert (ring.appends, folds) == (False, [])
+    for _ in range(2):
+        decode(3, 1)
+        assert (ring.appends, folds) == (False, [[3, 1]])
+    assert not ring.lens.any()
+    assert ring.states.flatten(2).any(2).tolist() == [[slot == 6 for slot in range(P)]]
+
+
+def test_triton_updates_lengths_as_torch(monkeypatch):
+    """By Triton's interpreter; row 0 pads, and has no length. Guards lie behind the batch."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    kernels = importlib.import_module("gated_delta.integrations.sglang.ring_kernels")
+    monkeypatch.setattr(kernels, "BLOCK", 8)
+    torch.manual_seed(0)
+    for N, index in ((1, torch.int32), (8, torch.int64), (21, torch.int32)):
+        rows = torch.randperm(40)[:N] + 1
+        slots = torch.randint(-1, 4, (N,), dtype=index)
+        for due, tokens in ((None, 0), (None, 15), (torch.rand(N) < 0.3, 15)):
+            lens = torch.randint(0, 16, (41,), dtype=torch.int32)
+            both = []
+            for module in (rings.ring_lengths, kernels):
+                now, step_rows = lens.clone(), torch.full((N + 3,), 77)
+                step_lens = torch.full((N + 3,), 77, dtype=torch.int32)
+                module.step(rows, slots, due, now, step_rows, step_lens, tokens=tokens)
+                both.append([now, step_rows, step_lens])
+                if due is None:
+                    last = torch.arange(N, dtype=index) % 3 - 1
+                    given = last, slots, now, step_rows, step_lens
+                    both[-1].append(module.keep(*given, room=9))
+            for ours, triton in zip(*both):
+                assert ours.dtype == triton.dtype
+                assert ours.tolist() == triton.tolist()
+            assert both[0][0][0] == lens[0]
+            assert tokens == 0 or N < 8 or (both[0][0] != lens).any()
 
 
 # ------------------------------------------------------------------------ the engine's own kernels
@@ -1219,6 +1332,9 @@ EXPECTED = {
         "self layer forward_batch mixed_qkv conv_states cache_indices"
     ),
     kda_backend.KDAAttnBackend.__init__: "self model_runner",
+    kda_backend.KDAAttnBackend._convolve_prefill: (
+        "self layer forward_batch mixed_qkv conv_states cache_indices"
+    ),
     gdn_backend.GDNKernelDispatcher.__init__: "self decode_backend prefill_backend verify_backend",
     kda_backend.KDAKernelDispatcher.__init__: "self decode_backend prefill_backend verify_backend",
 }
@@ -1556,18 +1672,26 @@ class Run:
     def tokens(self, n):
         return [one["tokens"] for one in self.rounds[n]]
 
-    def looked_for_what_it_needs(self, unused=(), longest=256):
+    def looked_for_what_it_needs(self, unused=(), longest=256, maybe=()):
         """The start loaded the kernels that the calls would launch on a GPU, and no others.
 
         unused: how the labels begin of kernels that it loads, too. longest: where two prompts
-        share a chunk of 256 tokens, the longer part.
+        share a chunk of 256 tokens, the longer part. maybe: labels of kernels for batches that need
+        not occur.
         """
         records = [
             one
             for file in self.kernels.iterdir()
             if (one := json.loads(file.read_text()))["needed"]
         ]
-        looked_for = [[x for x in one["looked_for"] if not x.startswith(unused)] for one in records]
+        looked_for = [
+            [
+                x
+                for x in one["looked_for"]
+                if not x.startswith(unused) and (x in one["needed"] or not x.startswith(maybe))
+            ]
+            for one in records
+        ]
         assert looked_for == [one["needed"] for one in records] != []
         assert all(longest in one["longest"] for one in records)
 
@@ -1707,6 +1831,7 @@ def test_engine_with_kda_layers(kda, tmp_path):
     run.looked_for_what_it_needs()
     assert run.tokens(0) == run.tokens(1) == [one[:NEW] for one in tokens]
     assert run.ran.keys() == {route.replace("GDN", "KDA") for route in BOTH}
+    assert run.convolved() == {"split"}
 
 
 def test_engine_convolves_whole_rows(qwen3_next, tmp_path):
@@ -1780,7 +1905,7 @@ class InRing(Run):
         states = tmp_path / "states"
         states.mkdir()
         variables = dict(variables) | dict(GATED_DELTA_SGLANG_RING="1", GATED_DELTA_CHECK="1")
-        case = dict(new_tokens=LONG, states=str(states))
+        case = dict(new_tokens=LONG, states=str(states), ring_from=2, soak=12)
         super().__init__(model, tmp_path, OURS | RING | engine, variables, **case)
         (self.states,) = (json.loads(file.read_text()) for file in states.iterdir())
 
@@ -1789,6 +1914,9 @@ class InRing(Run):
         first, others = ([x[part] for x in tokens] for part in (slice(LONG), slice(LONG, None)))
         assert self.tokens(0) == self.tokens(1) == first
         assert self.tokens(2) == others
+        *_, rush, calm = self.rounds
+        assert [x == y[: len(x)] for x, y in zip(rush, calm)] == [True] * 12
+        assert sum(len(x) < len(y) for x, y in zip(rush, calm)) >= 1  # aborted
         assert self.states["snapshots"] >= 3 * 3  # layers, prompts
         assert self.states["worst"] < 1e-5
         assert self.compared() >= self.states["snapshots"]
@@ -1812,11 +1940,11 @@ def test_engine_in_a_ring(qwen3_5, expected_long, tmp_path):
     run.agrees_with(expected_long)
     assert run.log.count("retract") >= 5
     in_ring = "GDN decode and norm in a ring on backend reference"
-    assert run.ran.keys() == {in_ring, "GDN prefill on backend reference"}
+    assert run.ran.keys() == BOTH | {in_ring}  # one request is decoded without the ring
     assert run.ran[in_ring] > run.ran["GDN prefill on backend reference"]
     assert min(run.cached(2)) >= 64  # a state that decode kept
     assert "15 tokens of 4 requests, 36 % of a state each" in run.log
-    run.looked_for_what_it_needs()
+    run.looked_for_what_it_needs(maybe="decode ")
 
 
 @needs_cxx
@@ -1843,4 +1971,4 @@ def test_engine_with_kda_layers_in_a_ring(kda, tmp_path):
     model, tokens = kda
     run = InRing(model, tmp_path, dict(enable_fp32_lm_head=True, disable_overlap_schedule=False))
     run.agrees_with(tokens)
-    run.looked_for_what_it_needs()
+    run.looked_for_what_it_needs(maybe="decode ")

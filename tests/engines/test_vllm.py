@@ -24,7 +24,7 @@ from vllm.models.kimi_k3.nvidia.kda_metadata import KimiK3KDAAttentionBackend
 import gated_delta
 from gated_delta import preflight
 from gated_delta.gpus import H200
-from gated_delta.integrations.engine import load, releases
+from gated_delta.integrations.engine import load, projection, releases
 from gated_delta.integrations.engine.calls import Calls
 
 HERE = Path(__file__).parent
@@ -328,12 +328,15 @@ def test_tokens_of_transformers(make: Any, models: Any, tmp_path: Path) -> None:
     assert {"prefill", "decode", "prefill+decode"} <= set(result.batches)
     _all_on_gated_delta(result, "prefill", "decode")
     assert result.calls["prefill from a state"]
+    assert result.calls["short_conv"] == result.calls["prefill"]
     assert result.calls.get("longest")
     assert result.calls["norm"] == (0 if make is olmo_hybrid else result.calls["decode"])
     _as_planned(result, model.path, dtype=torch.float32)
 
 
-@pytest.mark.parametrize(("make", "block"), [(qwen3_5, 64), (glm5_next, 64), (ling, 32)])
+@pytest.mark.parametrize(
+    ("make", "block"), [(qwen3_5, 64), (qwen3_next, 64), (glm5_next, 64), (ling, 32)]
+)
 def test_checkpoints(make: Any, block: int, models: Any, tmp_path: Path) -> None:
     """Prefills past the end of a cached prefix keep its state, as in vLLM 0.33; 0.32 is patched.
 
@@ -351,6 +354,7 @@ def test_checkpoints(make: Any, block: int, models: Any, tmp_path: Path) -> None
     assert result.rounds[1]["cached"][3] >= 256
     assert bool(result.calls["checkpoints"]) == (block == 64)
     assert result.calls.get("windows", 0) == result.calls["checkpoints"]
+    assert result.calls["short_conv"] == result.calls["prefill"]
     assert result.calls["deterministic"] == (result.calls["prefill"] if block == 64 else 0)
     _all_on_gated_delta(result, "prefill", "decode")
 
@@ -598,6 +602,7 @@ def test_rows_behind_the_batch_are_zeros(
     vars(layer).update(in_proj_qkvbfg_a=lambda _: (torch.ones(T, 3 * H * D + H + 2 * D),))
     vars(layer).update(in_proj_qkvz=lambda _: (x,), in_proj_ba=lambda _: (x[:, : 2 * H],))
     vars(layer).update(gqa_interleaved_layout=name == "Next", out_proj=lambda y: (y,))
+    vars(layer).update(order=projection.order((H, H, D, D), x.dtype, "cpu"))
     vars(layer).update(qkv_proj=lambda _: (x[:, : 3 * H * D],), b_proj=lambda _: (x[:, :H],))
     vars(layer).update(norm=torch.mul, o_norm=torch.mul, o_proj=lambda y: (y,))
     vars(layer).update(A_log=None, dt_bias=None, lower_bound=None, safe_gate=False, head_dim=D)

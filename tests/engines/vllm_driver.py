@@ -118,7 +118,7 @@ def count():
 
         return call
 
-    for name in ("prefill", "decode", "verify", "flush"):
+    for name in ("prefill", "decode", "verify", "flush", "short_conv"):
         setattr(api, name, counted(name, getattr(api, name)))
 
 
@@ -166,13 +166,13 @@ def ask_for_checkpoints():
 
 
 def refuse(layer):
-    """The operations refuse that layer's calls when it is built: two calls."""
+    """The operations refuse that layer's calls when it is built: three calls."""
     from gated_delta import UnsupportedProblem, api
 
     explain, calls = api.explain, itertools.count()
 
     def scarce(*args, **kwargs):
-        if next(calls) // 2 == layer:
+        if next(calls) // 3 == layer:
             raise UnsupportedProblem("", ("what a test says",))
         return explain(*args, **kwargs)
 

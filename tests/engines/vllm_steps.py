@@ -298,7 +298,8 @@ class Runner(Steps):
     """Two block tables of two linear layers each, served in steps; drafts are random.
 
     accept: the share of drafts that the model accepts. ring: tokens of a row of decode's ring, and
-    no drafts. channels: KDA's layers. k3: Kimi K3's, of channels too.
+    no drafts. room: tokens of a row in which drafts stay; 0: they do not. channels: KDA's layers.
+    k3: Kimi K3's, of channels too.
     """
 
     tables = 2
@@ -312,7 +313,7 @@ class Runner(Steps):
         self.asynchronous = options.pop("asynchronous", False)
         self.ring, self.k3 = options.pop("ring", 0), options.pop("k3", False)
         self.truth = Truth(options.pop("channels", self.k3))
-        self.drafts = 0 if self.ring else 3
+        self.room, self.drafts = options.pop("room", 0), 0 if self.ring else 3
         self.shapes = (WIDTH - 1 + self.drafts, self.truth.width), (HV, V, K)
         method = "ngram_gpu" if self.asynchronous else "ngram"
         ngram = dict(method=method, num_speculative_tokens=self.drafts, prompt_lookup_max=2)
@@ -377,7 +378,10 @@ class Runner(Steps):
             monkeypatch.setattr(kind, name, getattr(kind, name))
         runner = model_runner.GPUModelRunner
         monkeypatch.setattr(runner, "add_requests", runner.add_requests)
-        (ring.follow_requests if self.ring else commit.at_recoverssm_seam).__wrapped__()
+        if self.ring or self.room:
+            ring.follow_requests.__wrapped__()
+        if not self.ring:
+            commit.at_recoverssm_seam.__wrapped__()
         if problem.CHECK:
             monkeypatch.setattr(kind, "postprocess_state", kind.postprocess_state)
             monkeypatch.setattr(layers, "api", layers.api)
@@ -410,7 +414,8 @@ class Runner(Steps):
         from gated_delta.integrations.vllm import ring
 
         layers, truth = self.config.compilation_config.static_forward_context, self.truth
-        shared = ring.Rows(self.ring, rows, 64, "cpu")
+        T, tokens = 1 + self.drafts, self.ring or self.room
+        shared = ring.Rows(tokens, 0 if self.ring else T, rows, 64, "cpu") if tokens else None
         weights = dict(A_log=truth.A_log.float(), dt_bias=truth.dt_bias.float())
         weight, kind = truth.weight.float(), module.Kimi if truth.channels else module.Qwen
         if self.k3:
@@ -427,6 +432,7 @@ class Runner(Steps):
                 vars(layer).update(**weights, prefix=name, sizes=(truth.H, HV, V, K), refused={})
                 vars(layer).update(kv_cache=(self.windows[n], self.states[n]), num_spec=self.drafts)
                 vars(layer).update(buffered=not self.ring, ring=self.ring, rows=shared)
+                vars(layer).update(room=self.room)
                 vars(layer).update(fuses_norm=False, deterministic=False, gate_lower_bound=BOUND)
                 vars(layer).update(builder=None, aligned=False, _metadata=metadata)
                 vars(layer)["_convolution"] = lambda w=windows, x=weight: (w, x, None, "silu")

@@ -1,20 +1,29 @@
-"""prefill_norm: the gated norm of prefill's o, behind every schedule, in place.
+"""prefill_norm: the gated norm of prefill's o, behind every schedule, in place or to FP8.
 
 Four lanes normalise a row of o, so that it adds its squares in the order of decode's norm. A CTA
 has some rows of a chunk slot: of a token's value heads, then of the next token's. It reads z and
 the weight, which no kernel of the call writes, before it waits for the scan. The last chunks come
-first, since their o is still in L2. Rows of no active sequence stay the zeros that the scan stored.
+first, since their o is still in L2. Rows of no active sequence stay the zeros that the scan stored;
+in FP8 they are zeros with scales.
 """
 
 from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Uint32
+from cutlass.cutlass_dsl import select_
 
 from .device import hopper, ptx
 from .device.args import DTYPES, offset, qk_head
-from .device.norm import QUAD_VECTORS, normalised_vector, rstd_of_vectors, weight_address
+from .device.norm import (
+    QUAD_VECTORS,
+    normalised_vector,
+    quantised_row,
+    rstd_of_vectors,
+    store_scale_at,
+    weight_address,
+)
 from .prefill import layout
 from .prefill.arguments import CHUNK
 from .prefill.kernel import PrefillKernel
@@ -26,8 +35,8 @@ QUADS = THREADS // QUAD_VECTORS
 class PrefillNorm(PrefillKernel):
     checkpoints, norm = False, True
 
-    def __init__(self, V: int, dtype: str):
-        self.V, self.dtype = V, DTYPES[dtype]
+    def __init__(self, V: int, dtype: str, fp8: bool = False):
+        self.V, self.dtype, self.fp8 = V, DTYPES[dtype], fp8
         self.threads, self.shared = THREADS, 4 * V
         self.vectors = range(0, V // 8, QUAD_VECTORS)
 
@@ -47,16 +56,24 @@ class PrefillNorm(PrefillKernel):
         n = layout.find_sequence(args, slot, thread % hopper.WARP)
         sequence, chunk, tokens = layout.load_chunk(args, n, slot)
         row = part * QUADS + thread // QUAD_VECTORS
-        o_at, z_at, active = self.row(args, sequence, chunk, tokens, row, thread)
-        z = self.load(z_at, active)
+        token, hv = row // size.HV, row % size.HV
+        lane, active, at = thread % QUAD_VECTORS, Int32(token < tokens), chunk * CHUNK + token
+        o_at = layout.token_at(args, "o", sequence, at, hv) + lane * 16
+        z = self.load(self.z_at(args, sequence, at, hv) + lane * 16, active)
         hopper.wait_for_previous_kernel()
         cute.arch.sync_threads()
         o = self.load(o_at, active)
-        weight_at, rstd = shared + thread % QUAD_VECTORS * 32, rstd_of_vectors(args, o, self.dtype)
+        weight_at, rstd = shared + lane * 32, rstd_of_vectors(args, o, self.dtype)
+        normalised = []
         for i, vector in enumerate(self.vectors):
-            at = weight_at + 32 * vector
-            words = normalised_vector(args, o[i], z[i], rstd, at, self.dtype)
-            ptx.store_words(o_at + 16 * vector, words, active)
+            words = normalised_vector(args, o[i], z[i], rstd, weight_at + 32 * vector, self.dtype)
+            if cutlass.const_expr(self.fp8):
+                normalised.append([Uint32(select_(active != 0, x, Uint32(0))) for x in words])
+            else:
+                ptx.store_words(o_at + 16 * vector, words, active)
+        if cutlass.const_expr(self.fp8):
+            stored = at < self.rows(args, sequence)
+            self.store_fp8(args, sequence, at, hv, lane, normalised, stored)
 
     @cute.jit
     def stage_weight(self, args, shared, thread):
@@ -64,20 +81,26 @@ class PrefillNorm(PrefillKernel):
             weight = ptx.load_scalar(weight_address(args, row), args.size.norm_weight_kind)
             ptx.store_shared_f32(shared + row * 4, weight)
 
-    def row(self, args, sequence, chunk, tokens, row, thread):
-        """Addresses of the lane's first vectors of o and z, and whether the row has a token."""
-        size, stride, lane_at = args.size, args.stride, thread % QUAD_VECTORS * 16
-        token, hv = row // size.HV, row % size.HV
-        h = qk_head(hv, size.qk_head_factor)
-        o_at, z_at = (
-            getattr(args.ptr, name)
-            + layout.token_offset(args, name, sequence, chunk * CHUNK + token)
-            + lane_at
-            for name in "oz"
-        )
-        o_at += offset(hv, stride.o_h)
-        z_at += offset(h, stride.z_h) + offset(hv - h * (size.HV // size.H), stride.z_g)
-        return o_at, z_at, Int32(token < tokens)
+    def z_at(self, args, sequence, token, hv):
+        """Address of a token's z."""
+        stride, h = args.stride, qk_head(hv, args.size.qk_head_factor)
+        at = layout.token_at(args, "z", sequence, token, h)
+        return at + offset(hv - h * (args.size.HV // args.size.H), stride.z_g)
 
     def load(self, at, active):
         return [ptx.load_words(at + 16 * vector, active) for vector in self.vectors]
+
+    def rows(self, args, sequence):
+        """Tokens of a sequence; of the last one the rows behind it too, which fit in its slots."""
+        size = args.size
+        last = (sequence.n == size.N - 1) & (size.cu_seqlens_kind != 0)
+        return Int32(select_(last, size.total - sequence.start, sequence.tokens))
+
+    def store_fp8(self, args, sequence, token, hv, lane, words, stored):
+        """Quantise and store a row, of which a lane has the vectors `words`, and its scale."""
+        scale, values = quantised_row(args, words, self.dtype)
+        at = layout.token_at(args, "out", sequence, token, hv) + lane * 8
+        for vector, x in zip(self.vectors, values, strict=True):
+            ptx.store_words(at + 8 * vector, x, stored)
+        scale_at = layout.token_at(args, "out_scales", sequence, token, hv)
+        store_scale_at(args, scale_at, scale, stored & (lane == 0))

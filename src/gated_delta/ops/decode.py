@@ -11,6 +11,7 @@ from .. import compile, reference
 from ..gpus import H200, Gpu
 from ..kernels.arguments import DecodePointers, DecodeSizes, DecodeStrides, v_rows
 from ..problem import BUFFER, MAX_DRAFT, Checker, Problem, absent
+from ..rows import buffered_rows, decode_rows
 from .launch import (
     LARGE,
     MIB,
@@ -270,7 +271,7 @@ class Decode(StateOperation):
         quantised(a, run, **_states(a))
 
     def check_values(self, a: Arguments) -> None:
-        check = reference.decode_rows if a.buffer_u is None else reference.buffered_rows
+        check = decode_rows if a.buffer_u is None else buffered_rows
         check(tokens_of(a), **_states(a))
         reference.check_scale(a.out_scales)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from .. import compile, reference
 from ..kernels.arguments import FlushPointers, FlushSizes, FlushStrides, v_rows
 from ..problem import BUFFER, Checker, Problem, flush_sequences, integer
+from ..rows import flush_rows
 from .launch import (
     LARGE,
     MIB,
@@ -124,7 +125,7 @@ class Flush(StateOperation):
         reference.flush(**_reference_arguments(a))
 
     def check_values(self, a: Arguments) -> None:
-        reference.flush_rows(**_reference_arguments(a))
+        flush_rows(**_reference_arguments(a))
 
     def work(self, a: Arguments) -> tuple[int, int]:
         return (a.state.shape[0] if a.state.ndim == 5 else 1) * a.num_sequences, 0

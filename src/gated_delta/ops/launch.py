@@ -176,8 +176,13 @@ class Operation(ABC):
 
     def exceeded(self, problem: Problem, plan: Plan, a: Any) -> list[str]:
         """Limits that a call exceeds on its plan's kernels, by its strides and lengths."""
-        wide = max(self.strides(problem, a)) >= 2**31
-        return ["strides below 2 GiB, in every tensor"] if wide else []
+        lacks = {
+            "strides below 2 GiB, in every tensor": max(self.strides(problem, a)) >= 2**31,
+            "a Hopper GPU or newer for an output in FP8": (
+                plan.gpu.level == "sm_80" and "fp8" in problem.options
+            ),
+        }
+        return [need for need, is_missing in lacks.items() if is_missing]
 
     @abstractmethod
     def variants(self, problem: Problem, gpu: Gpu = H200) -> list[compile.Variant]:
@@ -207,17 +212,22 @@ def norm_of(a: Any) -> GatedNorm | None:
 
 
 def quantised(a: Any, run: Callable[..., None], **given: Any) -> None:
-    """Run a decode's or verify's reference function with this call's norm, output and scales."""
+    """Run an operation's reference function with this call's norm, output and scales."""
     o = a.out if a.out_scales is None else a.v.new_empty(a.v.shape)
     reference.check_scale(a.out_scales)
-    run(tokens_of(a), **given, norm=norm_of(a), z=a.z, out=o)
+    run(tokens_of(a), **given, norm=norm_of(a), z=by_value_head(a.z), out=o)
     if a.out_scales is not None:
         reference.quantise(o, a.out, a.out_scales)
 
 
+def by_value_head(z: Tensor | None) -> Tensor | None:
+    """z as [N, T, HV, V]."""
+    return z if z is None or z.ndim == 4 else z.flatten(2, 3)
+
+
 def writes_scales(a: Any) -> bool:
     """Whether a call has an FP8 output with a scale per token and head."""
-    scales = getattr(a, "out_scales", None)  # prefill has none
+    scales = getattr(a, "out_scales", None)  # summarise has none
     return isinstance(scales, Tensor) and scales.ndim > 1
 
 
@@ -361,7 +371,7 @@ PREFETCH_HEADS = 1024
 About what the chip holds at once.
 """
 
-TOKEN_TENSORS = ("q", "k", "v", "g", "beta", "z", "o", "out_scales")
+TOKEN_TENSORS = ("q", "k", "v", "g", "beta", "z", "o", "out", "out_scales")
 """Tensors with a row per token."""
 NUMBER_TENSORS = ("beta", "dt_bias", "norm_weight", "bias")
 """Tensors with run-time dtypes bf16, fp16 or fp32; the other run-time dtypes are of indices."""
@@ -373,7 +383,7 @@ def output_of(a: Any) -> Tensor:
 
 
 def outputs_of(a: Any) -> dict[str, Tensor | None]:
-    """The outputs whose strides a decode or verify passes."""
+    """The outputs whose strides a prefill, decode or verify passes."""
     return dict(o=output_of(a), out_scales=a.out_scales if writes_scales(a) else None)
 
 
@@ -428,14 +438,15 @@ def state_sizes(wanted: Any, a: Any, plan: Plan) -> dict[str, int]:
         prefetch_sequences=N if plan.schedule.prefetch and N * HV <= PREFETCH_HEADS else 0,
         keep_in_l2=int(plan.schedule.keep_in_l2),
         **norm_sizes(a),
-        out_scales_given=int(a.out_scales is not None and not writes_scales(a)),
     )
 
 
 def norm_sizes(a: Any) -> dict[str, int]:
-    """The sizes that hold a norm's eps and activation."""
+    """The sizes that hold a norm's eps and activation, and whether its output's scale is given."""
     sigmoid = int(a.norm_activation == "sigmoid")
-    return dict(norm_eps=fp32_bits(a.norm_eps), norm_sigmoid=sigmoid)
+    scales = getattr(a, "out_scales", None)
+    given = int(scales is not None and not writes_scales(a))
+    return dict(norm_eps=fp32_bits(a.norm_eps), norm_sigmoid=sigmoid, out_scales_given=given)
 
 
 def fp32_bits(x: float) -> int:
@@ -553,11 +564,6 @@ class StateOperation(Operation):
                 "unaligned_buffer" in options
             ),
         }
-
-    def exceeded(self, problem: Problem, plan: Plan, a: Any) -> list[str]:
-        old = plan.gpu.level == "sm_80" and "fp8" in problem.options
-        needs = ["a Hopper GPU or newer for an output in FP8"] if old else []
-        return super().exceeded(problem, plan, a) + needs
 
     def plan(self, problem: Problem, sequences: int, tokens: int, *, gpu: Gpu = H200) -> Plan:
         launch_bytes = sequences * state_bytes(problem)

@@ -22,6 +22,7 @@ from ..kernels.prefill.arguments import (
 )
 from ..memory import Addresses
 from ..problem import Checker, Problem, absent, integer, unique
+from ..rows import prefill_rows
 from .launch import (
     SCATTERED,
     Launch,
@@ -30,13 +31,14 @@ from .launch import (
     Plan,
     TokensLaunch,
     bytes_of,
-    norm_of,
     norm_sizes,
-    output_of,
+    outputs_of,
+    quantised,
     ready,
     strides_of,
     token_sizes,
     tokens_of,
+    writes_scales,
 )
 from .prefill_kinds import Kind
 from .prefill_schedule import KINDS, RAW_SHARE, Call, Schedule, longest_of, schedule_of
@@ -70,6 +72,7 @@ class Arguments(NamedTuple):
     z: Tensor | None
     norm_weight: Tensor | None
     out: Tensor | None
+    out_scales: Tensor | None
     gate: str
     bound: float
     norm_eps: float
@@ -89,7 +92,13 @@ class Prefill(Operation):
     name = "prefill"
     arguments: ClassVar[Any] = Arguments
     pointers = PrefillPointers
-    may_write: ClassVar[tuple[str, ...]] = ("out", "state", "final_state", "checkpoints")
+    may_write: ClassVar[tuple[str, ...]] = (
+        "out",
+        "out_scales",
+        "state",
+        "final_state",
+        "checkpoints",
+    )
 
     def describe(self, a: Arguments) -> Problem:
         check = Checker()
@@ -166,27 +175,34 @@ class Prefill(Operation):
     def result(self, a: Arguments) -> tuple[Tensor | None, Tensor | None]:
         return a.out, a.final_state
 
+    def written(self, a: Arguments) -> tuple[str, ...]:
+        return tuple(x for x in self.may_write if x != "out_scales" or writes_scales(a))
+
     def run_reference(self, a: Arguments) -> None:
         states = ("initial_state", "state", "state_indices", "has_initial_state", "final_state")
         checkpoints = ("checkpoint_lens", "checkpoint_indices", "checkpoints")
-        names = (*states, *checkpoints, "null_index", "out")
-        given = {name: getattr(a, name) for name in names} | dict(
-            deterministic=a.deterministic is not False
-        )
-        reference.prefill(tokens_of(a), **given, norm=norm_of(a), z=_by_value_head(a.z))
+        given = {name: getattr(a, name) for name in (*states, *checkpoints, "null_index")}
+        quantised(a, reference.prefill, **given, deterministic=a.deterministic is not False)
 
     def check_values(self, a: Arguments) -> None:
         state = a.initial_state if a.state is None else a.state
         checkpoints = (a.checkpoint_lens, a.checkpoint_indices, a.checkpoints)
-        reference.prefill_rows(tokens_of(a), state, a.state_indices, *checkpoints, a.null_index)
+        prefill_rows(tokens_of(a), state, a.state_indices, *checkpoints, a.null_index)
+        reference.check_scale(a.out_scales)
 
-    def needs(self, problem: Problem) -> dict[str, bool]:
-        K, V, options = problem.K, problem.V, problem.options
-        qk = "rows of q and k that start at multiples of 16 bytes"
-        values = "rows of v, z and out, and of KDA's g, that start at multiples of 16 bytes"
+    def head_dim_needs(self, problem: Problem) -> dict[str, bool]:
+        """Which rule a call's head dims break; a part of `needs`."""
+        K, V = problem.K, problem.V
         return {
             f"K of 64, 96 or 128, got {K}": K not in (64, 96, 128),
             f"V of 64, 128 or 192, got {V}": V not in (64, 128, 192),
+        }
+
+    def needs(self, problem: Problem) -> dict[str, bool]:
+        options = problem.options
+        qk = "rows of q and k that start at multiples of 16 bytes"
+        values = "rows of v, z and out, and of KDA's g, that start at multiples of 16 bytes"
+        return self.head_dim_needs(problem) | {
             qk: "unaligned_qk" in options,
             values: "unaligned_values" in options,
             SCATTERED: "scattered_rows" in options,
@@ -201,7 +217,9 @@ class Prefill(Operation):
             final = torch.empty(_final_shape(a), dtype=_final_dtype(a), device="meta")
         states: dict[str, Any] = dict(initial_state=initial, final_state=final)
         states |= dict(checkpoints=_checkpoint_strides(a), z=_by_group(a.z, a.q.shape[2]))
-        return strides_of(PrefillStrides, a, o=output_of(a), **states)
+        fp8 = a.out if "fp8" in problem.options else None
+        outputs = outputs_of(a if fp8 is None else a._replace(out=None)) | dict(out=fp8)
+        return strides_of(PrefillStrides, a, **outputs, **states)
 
     def plan(
         self,
@@ -306,11 +324,6 @@ def _by_group(z: Tensor | None, H: int) -> Tensor | None:
     return z if z is None or z.ndim == 5 else z.unflatten(2, (H, -1))
 
 
-def _by_value_head(z: Tensor | None) -> Tensor | None:
-    """z as [N, T, HV, V]."""
-    return z if z is None or z.ndim == 4 else z.flatten(2, 3)
-
-
 def _final_shape(a: Arguments) -> tuple[int, ...]:
     return (tokens_of(a).num_sequences, *a.v.shape[2:], a.q.shape[3])
 
@@ -348,6 +361,8 @@ class PrefillLaunch(TokensLaunch):
         sources = dict(sources)
         sources |= dict(initial_state="state", final_state="state") if pooled else {}
         sources |= dict(checkpoints="state") if self.checkpoints_in_pool else {}
+        self.fp8 = "fp8" in problem.options
+        sources |= dict(o="") if self.fp8 else dict(out="")
         super().__init__(operation, problem, plan, a, sources)
         channel, packed = a.g.ndim == 4, a.cu_seqlens is not None
         states = ("initial_state", "state", "final_state", "checkpoints")
@@ -382,6 +397,7 @@ class PrefillLaunch(TokensLaunch):
                 and N * HV * segments * (problem.V // kind.rows) > sms,
                 queued=kind.is_queued(N * HV, sms),
                 overlapped=kind.overlapped,
+                joined=kind.joined,
                 summary=kind.summary,
             )
         )
@@ -416,11 +432,14 @@ class PrefillLaunch(TokensLaunch):
         out = self.new_output(tensors[self.v_at]) if self.out_at is None else tensors[self.out_at]
         final_state = None if self.final_at is None else tensors[self.final_at]
         pointers = pointers.copy()
-        pointers[self.o_at] = out.data_ptr()
+        o = self.new_output(tensors[self.v_at]) if self.fp8 else out
+        pointers[self.o_at] = o.data_ptr()
         if self.final_shape is not None:
             final_state = torch.empty(self.final_shape, dtype=self.final_dtype, device=out.device)
             pointers[FINAL_STATE] = final_state.data_ptr()
         if self.empty:
+            if self.scales_at is not None:
+                tensors[self.scales_at].fill_(reference.LEAST_SCALE)
             return out.zero_(), final_state
         self.launch_kernels(pointers, out.device, stream)
         return out, final_state

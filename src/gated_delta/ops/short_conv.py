@@ -21,6 +21,7 @@ from ..problem import (
     ShortConv,
     last_dim_contiguous,
 )
+from ..rows import short_conv_rows
 from .launch import Launch, Model, Operation, Plan, kinds_of, null_index, ready, strides_of
 
 CHANNELS = 128
@@ -64,13 +65,8 @@ class ShortConvolution(Operation):
         check.tensor("v", a.v, (dtype,), f"{lead} groups R V" if grouped else f"{lead} HV V")
         for name in "qkv":
             last_dim_contiguous(name, getattr(a, name))
-        H, K, V = (check.sizes[name] for name in ("H", "K", "V"))
-        HV = a.v.shape[2:-1].numel()
-        if min(H, HV, K, V) < 1:
-            shapes = f"q {list(a.q.shape)}, v {list(a.v.shape)}"
-            raise ValueError(f"q, v: expected at least one head and channel, got {shapes}")
-        if HV % H:
-            raise ValueError(f"v: expected HV to be a multiple of H={H}, got HV={HV}")
+        check.heads(a)
+        H, HV, K, V = a.q.shape[2], a.v.shape[2:-1].numel(), check.sizes["K"], check.sizes["V"]
         check.sizes["C"], check.sizes["taps"] = 2 * H * K + HV * V, TAPS
         check.tensor("conv.weight", a.weight, STATE_DTYPES, "C taps")
         if a.bias is not None:
@@ -117,7 +113,7 @@ class ShortConvolution(Operation):
         reference.short_conv(a.q, a.k, a.v, conv, **given)
 
     def check_values(self, a: Arguments) -> None:
-        reference.short_conv_rows(a.q, a.windows, a.cu_seqlens, a.state_indices, a.null_index)
+        short_conv_rows(a.q, a.windows, a.cu_seqlens, a.state_indices, a.null_index)
 
     def needs(self, problem: Problem) -> dict[str, bool]:
         K, V = problem.K, problem.V

@@ -13,6 +13,7 @@ from .. import compile, reference
 from ..gpus import H200, Gpu
 from ..kernels.prefill.arguments import PrefillPointers, PrefillStrides
 from ..problem import Checker, Problem, absent, integer
+from ..rows import summary_rows
 from .launch import Launch, Model, Operation, Plan, ready, strides_of, tokens_of
 from .prefill import FINAL_STATE, Prefill, PrefillLaunch
 from .prefill_kinds import RESUMED, SUMMARY, Kind
@@ -112,15 +113,10 @@ class Summarise(Prefill):
         reference.summarise(tokens_of(a), a.sequences, a.initial_state, a.out)
 
     def check_values(self, a: Any) -> None:
-        reference.summary_rows(tokens_of(a), a.sequences)
+        summary_rows(tokens_of(a), a.sequences)
 
-    def needs(self, problem: Problem) -> dict[str, bool]:
-        K, V = problem.K, problem.V
-        return {f"K and V of 64 or 128, got {K} and {V}": not {K, V} <= {64, 128}} | {
-            need: missing
-            for need, missing in super().needs(problem).items()
-            if not need.startswith(("K ", "V "))
-        }
+    def head_dim_needs(self, problem: Problem) -> dict[str, bool]:
+        return _head_dim_needs(problem)
 
     def strides(self, problem: Problem, a: Any) -> Any:
         rows = [0] if a.sequences is None else [a.sequences.element_size()]
@@ -130,6 +126,7 @@ class Summarise(Prefill):
             PrefillStrides,
             a,
             o=None,
+            out=None,
             checkpoints=None,
             state_indices=rows,
             initial_state=a.initial_state,
@@ -165,6 +162,12 @@ def _plan(kind: Kind, problem: Problem, sequences: int, tokens: int, gpu: Gpu) -
         most = tokens // max(sequences, 1) // SEGMENT_TOKENS
         segments = max(segments, min(4 * segments, MOST_SEGMENTS, most))
     return Plan(Schedule(kind, segments), tuple(kind.variants(problem, False, gpu)), gpu)
+
+
+def _head_dim_needs(problem: Problem) -> dict[str, bool]:
+    """Of kernels that compute a summary."""
+    K, V = problem.K, problem.V
+    return {f"K and V of 64 or 128, got {K} and {V}": not {K, V} <= {64, 128}}
 
 
 def _zeros(a: Any) -> Tensor:
@@ -221,12 +224,13 @@ class Resumable(NamedTuple):
 class ResumablePrefill(Prefill):
     """A prefill with a pool of fp32 states that waits for them behind its summaries."""
 
+    def head_dim_needs(self, problem: Problem) -> dict[str, bool]:
+        return _head_dim_needs(problem)
+
     def needs(self, problem: Problem) -> dict[str, bool]:
         options = {x.removesuffix("_i32").removesuffix("_i64") for x in problem.options}
         plain = {"cu_seqlens", "state_indices", "pool", "allow_neg_eigval"}
-        sizes = {problem.K, problem.V}
         return super().needs(problem) | {
-            "K and V of 64 or 128": not sizes <= {64, 128},
             "a pool of fp32 states, and nothing more": not options <= plain
             or problem.state_dtype != torch.float32,
         }

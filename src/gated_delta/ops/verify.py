@@ -18,6 +18,7 @@ from ..kernels.arguments import (
 )
 from ..kernels.drafts.layout import Facts, Layout
 from ..problem import BUFFER, Checker, Problem
+from ..rows import buffered_rows
 from .launch import (
     LARGE,
     MIB,
@@ -145,7 +146,7 @@ class Verify(StateOperation):
         quantised(a, reference.verify, **_states(a))
 
     def check_values(self, a: Arguments) -> None:
-        reference.buffered_rows(tokens_of(a), **_states(a), folds=False)
+        buffered_rows(tokens_of(a), **_states(a), folds=False)
         reference.check_scale(a.out_scales)
 
     def written(self, a: Arguments) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..problem import ACTIVATIONS, CHECKPOINT_INTERVAL, MAX_DRAFT, Problem
+from .short_conv import ConvCase, conv_cases, conv_cases_like
 
 OPS = ("prefill", "decode", "verify", "flush")
 AXES = ("head", "channel")
@@ -291,9 +292,22 @@ def _trees(op: str) -> Iterator[tuple[_Factors, str]]:
         yield (axis, D, heads, gate, family, keys, state_dtype), layout
 
 
+AnyCase = Case | ConvCase
+
+
+def listed(op: str, quick: bool = False) -> tuple[AnyCase, ...]:
+    """The cases of an operation, or the small part of them."""
+    if op == "short_conv":
+        return conv_cases()[:: QUICK_CONV_STRIDE if quick else 1]
+    return (quick_cases if quick else cases)(op)
+
+
 @functools.cache
 def cases(op: str) -> tuple[Case, ...]:
-    """Every case of an operation: main factors crossed, the others drawn from the case's seed."""
+    """Every case of an operation: main factors crossed, the others drawn from the case's seed.
+
+    Of an operation with a recurrence; short_conv's are `conv_cases`.
+    """
     built = []
     layouts = tuple(layout for layout in LAYOUTS[op] if layout not in (*BUFFERED, *TREES))
     listed = [(factors, 0, "") for factors in (*_crossed(), *_half_states(op), *_ranks(op))]
@@ -312,8 +326,9 @@ def cases(op: str) -> tuple[Case, ...]:
         if layout in TREES and "packed" not in layout:
             lengths = (rng.choice((3, 6, 8, 14, MAX_DRAFT)),) * len(lengths)
         null_index = rng.choice((-1, 0)) if _uses(LAYOUTS[op][layout], "state_indices") else -1
-        # A norm makes small rows as large as others: prefill's errors are judged before it.
         norm = rng.choice((None, None, *ACTIVATIONS)) if op in ("decode", "verify") else None
+        if op == "prefill":
+            norm = random.Random(f"norm{seed}").choice((*[None] * 6, *ACTIVATIONS))
         if layout == "packed_buffer":
             norm = None  # needs more shared memory than every GPU has
         if (op, layout) == ("prefill", "fused_qkv"):
@@ -328,6 +343,7 @@ def cases(op: str) -> tuple[Case, ...]:
 
 
 QUICK_STRIDE = 23  # coprime to every factor's period in the crossing, so every value occurs
+QUICK_CONV_STRIDE = 5  # coprime to the numbers of short_conv's layouts, dtypes and dims
 QUICK_SIZE_STRIDE = 5  # coprime to the number of STATE_SIZES
 QUICK_RANK_STRIDE = 3  # coprime to the number of RANK_HEADS, the factor that varies fastest
 
@@ -352,13 +368,13 @@ PROMPTS = ((70, 0, 130, 33), (1536,))
 """Tokens of the sequences of `cases_like` a prefill: packed, one inactive; one for segments."""
 
 
-def cases_like(problem: Problem, drafts: Problem | None = None) -> tuple[Case, ...]:
+def cases_like(problem: Problem, drafts: Problem | None = None) -> tuple[AnyCase, ...]:
     """A few cases that run the kernels of a problem: its dtypes, gate, K and V, few heads.
 
-    drafts: for flush, the problem of the verify that fills its buffer. None of short_conv.
+    drafts: for flush, the problem of the verify that fills its buffer.
     """
     if problem.op == "short_conv":
-        return ()
+        return conv_cases_like(problem)
     op, tokens = problem.op, problem if problem.op != "flush" else drafts
     given = {option.removesuffix("_i32").removesuffix("_i64") for option in problem.options}
     facts = {
@@ -385,7 +401,7 @@ def cases_like(problem: Problem, drafts: Problem | None = None) -> tuple[Case, .
         lengths=(problem.T or 1,) * 3,
         null_index=0,
         seed=1,
-        norm=ACTIVATIONS[0] if "norm" in given and op != "prefill" else None,
+        norm=ACTIVATIONS[0] if "norm" in given else None,
         # Kernels are the same for every grid; 64 tokens split the prompts.
         deterministic=CHECKPOINT_INTERVAL if problem.grid else "deterministic" in given,
         value_dim=problem.V,

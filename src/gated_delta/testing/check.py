@@ -11,10 +11,13 @@ from torch import Tensor
 
 from .. import api
 from ..problem import CHECKPOINT_INTERVAL, KVBuffer
-from .cases import Case
+from ..reference import gated_norm
+from . import short_conv
+from .cases import AnyCase
 from .compare import Error, error, rounding_unit, same_bits, smallest_head, untouched
 from .inputs import Call, make
-from .oracle import buffer_ends, buffered_records, buffered_states, expected
+from .oracle import Expected, buffer_ends, buffered_records, buffered_states, expected
+from .short_conv import HALF_UNIT, ConvCase
 
 _HEAD_DIM = {"o": 2, "final_state": 1, "intermediate_states": 2, "buffered_state": 1}
 
@@ -27,7 +30,7 @@ class Result:
     backend: the backend that ran, also under "auto".
     """
 
-    case: Case
+    case: AnyCase
     errors: dict[str, tuple[Error, Error, float]]
     failures: tuple[str, ...]
     seconds: float
@@ -54,6 +57,12 @@ def _snapshot(call: Call) -> dict[str, Tensor]:
         for part in ("u", "k", "log_decay"):
             copies[f"buffer.{part}"] = getattr(buffer, part).clone()
     return copies
+
+
+def _restore(call: Call, before: dict[str, Tensor]) -> None:
+    for name in ("state", "intermediate_states", "checkpoints"):
+        if name in before:
+            call.states[name].copy_(before[name])
 
 
 def fill_buffer(call: Call, backend: str) -> None:
@@ -87,6 +96,17 @@ def run(call: Call, backend: str) -> dict[str, Tensor]:
     return written
 
 
+def _normalised(call: Call, o: Tensor, truth: Expected) -> Expected:
+    """The outputs of a prefill as its norm makes them of its outputs o without one.
+
+    Other cases judge o. Behind a norm small rows, and their errors, are as large as others.
+    """
+    assert call.norm is not None
+    assert call.z is not None
+    value = gated_norm(o, call.z, call.norm, truth.value.dtype)
+    return truth._replace(value=torch.where(truth.written[..., None, None], value, 0))
+
+
 def _backend_of(call: Call, backend: str) -> str:
     """The backend that runs the call, also under "auto"."""
     if backend != "auto":
@@ -94,11 +114,28 @@ def _backend_of(call: Call, backend: str) -> str:
     return api.explain(call.case.op, **call.arguments, backend=backend).backend
 
 
-def run_case(case: Case, backend: str, device: torch.device | str = "cpu") -> Result:
+def _run_conv(case: ConvCase, backend: str, device: torch.device | str) -> Result:
+    """Judges short_conv: its outputs by a tolerance each, its windows by their bits."""
+    began = time.monotonic()
+    arguments = case.make(device)
+    before = arguments["windows"].clone()
+    ran = api.explain("short_conv", **arguments, backend=backend).backend
+    results = api.short_conv(**arguments, backend=backend)
+    truth = short_conv.expected(**arguments | dict(windows=before))
+    failures = short_conv.failures(results, arguments["windows"], truth)
+    unit = HALF_UNIT[case.dtype]
+    worst = Error(0.0, short_conv.share(results, truth) * unit)
+    errors = {"q|k|v": (worst, Error(0.0, 0.0), unit)}
+    return Result(case, errors, tuple(failures), time.monotonic() - began, ran)
+
+
+def run_case(case: AnyCase, backend: str, device: torch.device | str = "cpu") -> Result:
     """Judges the backend on the case.
 
     The backend runs before the oracle, so that no reused memory can hold the right answer.
     """
+    if isinstance(case, ConvCase):
+        return _run_conv(case, backend, device)
     began = time.monotonic()
     call = make(case, device)
     if case.op == "flush":
@@ -113,13 +150,18 @@ def run_case(case: Case, backend: str, device: torch.device | str = "cpu") -> Re
         after["buffered_state"] = seen.to(case.state_dtype)
         for part, x in vars(call.states["buffer"]).items():
             x.copy_(before[f"buffer.{part}"])
-    for name in ("state", "intermediate_states", "checkpoints"):
-        if name in before:
-            call.states[name].copy_(before[name])  # the oracle needs the states before the call
+    _restore(call, before)  # for the oracle
+    ran = _backend_of(call, backend)
+    norm_alone = case.op == "prefill" and case.norm is not None
+    if norm_alone:
+        o = run(replace(call, norm=None, z=None, out=None), ran)["o"]
+        _restore(call, before)
     if case.deterministic:
         failures += _bit_failures(call, after, backend)
     truth = expected(call, torch.float64)
     plain = expected(call, torch.float32, plain=True)
+    if norm_alone:
+        truth["o"], plain["o"] = (_normalised(call, o, x["o"]) for x in (truth, plain))
 
     given = call.out if case.op != "flush" else None
     if given is not None and written["o"].data_ptr() != given.data_ptr():
@@ -127,15 +169,15 @@ def run_case(case: Case, backend: str, device: torch.device | str = "cpu") -> Re
     if set(truth) != set(after):
         failures.append(f"tensors: expected {sorted(truth)}, got {sorted(after)}")
     errors = {}
-    ran = _backend_of(call, backend)
     above_1 = case.allow_neg_eigval or not case.beta_logits
     keys = "reflecting" if case.keys == "collinear" and above_1 else case.keys
     for name in set(truth) & set(after):
         want, x = truth[name], after[name]
         head_dim = x.ndim - 3 if name in ("state", "checkpoints") else _HEAD_DIM[name]
-        unit = rounding_unit(case.op, x.dtype, ran, keys)
+        op = "decode" if norm_alone and name == "o" else case.op
+        unit = rounding_unit(op, x.dtype, ran, keys)
         baseline = plain[name]._replace(value=plain[name].value.to(x.dtype))
-        least = smallest_head(case.op, ran)
+        least = smallest_head(op, ran)
         actual, plain_error = (error(y, want, head_dim, least) for y in (x, baseline.value))
         errors[name] = (actual, plain_error, unit)
         if not actual.share(plain_error, unit) <= 1:  # NaN fails

@@ -1,17 +1,94 @@
-"""short_conv's calls and expected results: a token loop per sequence, in float64."""
+"""short_conv's cases, calls and expected results: a token loop per sequence, in float64."""
 
 from __future__ import annotations
 
 import itertools
-from typing import Any, NamedTuple
+import random
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..problem import ShortConv
+from ..problem import SHORT, STATE_DTYPES, Problem, ShortConv
 
 HALF_UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-22}
 """Relative error of one rounding to a dtype; fp32: of a few operations."""
+
+
+@dataclass(frozen=True)
+class ConvCase:
+    """A call of short_conv to judge a backend by, of packed sequences on a pool of windows."""
+
+    op: ClassVar[str] = "short_conv"
+    heads: tuple[int, int]
+    dims: tuple[int, int]
+    dtype: torch.dtype
+    weight_dtype: torch.dtype
+    interleaved: bool
+    bias: bool
+    activation: str | None
+    lengths: tuple[int, ...]
+    padding: int
+    """Rows behind the last sequence."""
+    seed: int
+
+    @property
+    def reference_only(self) -> bool:
+        """As Case's."""
+        return self.dtype == torch.float32
+
+    @property
+    def problem(self) -> Problem:
+        options = {"cu_seqlens_i64", "state_indices_i64", f"weight_{SHORT[self.weight_dtype]}"}
+        options |= set() if self.activation else {"unactivated"}
+        sizes = (*self.heads, *self.dims)
+        return Problem(self.op, "", *sizes, dtype=self.dtype, options=frozenset(options))
+
+    @property
+    def problems(self) -> list[Problem]:
+        return [self.problem]
+
+    @property
+    def label(self) -> str:
+        rows = "interleaved" if self.interleaved else "plain"
+        return f"{self.problem.label}/{rows}{'-bias' * self.bias}-{self.seed}"
+
+    def make(self, device: torch.device | str) -> dict[str, Any]:
+        """The call's arguments."""
+        names = ("dtype", "weight_dtype", "interleaved", "bias", "padding", "seed", "activation")
+        options = {name: getattr(self, name) for name in names}
+        return call([*self.lengths], self.heads, self.dims, **options, device=device)
+
+
+LENGTHS = ((0, 1, 2, 3, 70, 0), (65, 4), (130,), (3,) * 34)
+
+
+def conv_cases() -> tuple[ConvCase, ...]:
+    """Every case of short_conv: layouts and dtypes crossed, the others drawn."""
+    built, F32 = [], torch.float32
+    crossed = itertools.product((torch.bfloat16, torch.float16, F32), (True, False), (True, False))
+    dims = ((128, 128), (64, 64), (96, 192))
+    for seed, ((dtype, wide, interleaved), d) in enumerate(itertools.product(crossed, dims)):
+        rng = random.Random(f"short_conv{seed}")
+        heads, lengths = rng.choice(((1, 1), (1, 2), (2, 8))), LENGTHS[seed % len(LENGTHS)]
+        drawn = rng.random() < 0.5, rng.choice(("silu", "silu", None))
+        more = *drawn, lengths, rng.choice((0, 70)), seed
+        built.append(ConvCase(heads, d, dtype, F32 if wide else dtype, interleaved, *more))
+    return tuple(built)
+
+
+def conv_cases_like(problem: Problem) -> tuple[ConvCase, ...]:
+    """A few cases that run the kernel of a problem: its dtypes, activation, K and V, few heads."""
+    assert problem.dtype is not None
+    (weight,) = (x for x in STATE_DTYPES if f"weight_{SHORT[x]}" in problem.options)
+    H = min(problem.H, 2)
+    heads, dims = (H, H * (problem.HV // problem.H)), (problem.K, problem.V)
+    activation = None if "unactivated" in problem.options else "silu"
+    return tuple(
+        ConvCase(heads, dims, problem.dtype, weight, interleaved, False, activation, x, 0, seed)
+        for seed, (x, interleaved) in enumerate(((LENGTHS[0], True), ((1000,), False)))
+    )
 
 
 class Expected(NamedTuple):
@@ -60,13 +137,18 @@ def expected(
     return Expected(out.view(shape), after, tolerance.view(shape))
 
 
+def share(results: tuple[Tensor, ...], truth: Expected) -> float:
+    """The outputs' worst error over its tolerance; inf for NaN."""
+    out = torch.cat([x.flatten(2) for x in results], 2).double()
+    shares = ((out - truth.out).abs() / truth.tolerance).nan_to_num(torch.inf)
+    return float(shares.max()) if shares.numel() else 0.0
+
+
 def failures(results: tuple[Tensor, ...], after: Tensor, truth: Expected) -> list[str]:
     """How a call's outputs and its windows differ from the truth; after: the pool of windows."""
-    out = torch.cat([x.flatten(2) for x in results], 2).double()
     wrong = []
-    if not bool(((out - truth.out).abs() <= truth.tolerance).all()):
-        excess = ((out - truth.out).abs() / truth.tolerance).nan_to_num(torch.inf).max()
-        wrong.append(f"outputs are off by {float(excess):.3g} times the tolerance")
+    if (excess := share(results, truth)) > 1:
+        wrong.append(f"outputs are off by {excess:.3g} times the tolerance")
     bits = torch.int16 if after.element_size() == 2 else torch.int32
     if not torch.equal(after.contiguous().view(bits), truth.windows.contiguous().view(bits)):
         wrong.append("windows differ")
@@ -82,6 +164,7 @@ def call(
     weight_dtype: torch.dtype | None = None,
     interleaved: bool = True,
     bias: bool = True,
+    activation: str | None = "silu",
     padding: int = 0,
     device: torch.device | str = "cpu",
     seed: int = 0,
@@ -111,7 +194,7 @@ def call(
         q=q,
         k=k,
         v=v,
-        conv=ShortConv(weight, normal(C, dtype=weight.dtype) if bias else None),
+        conv=ShortConv(weight, normal(C, dtype=weight.dtype) if bias else None, activation),
         windows=windows,
         state_indices=slots,
         has_initial_state=resumed,

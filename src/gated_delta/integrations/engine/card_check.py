@@ -26,7 +26,7 @@ import torch
 from gated_delta import __version__, api, compile
 from gated_delta.gpus import H200, Card, card_of
 from gated_delta.problem import unique
-from gated_delta.testing import Case, Result, cases_like, run_case
+from gated_delta.testing import AnyCase, Result, cases_like, run_case
 
 TIMEOUT = 300
 """Seconds for all cases, the compilation of their kernels included."""
@@ -67,18 +67,20 @@ def failing(calls: Iterable[tuple[str, Mapping[str, Any]]], log: Logger) -> dict
     return reasons
 
 
-def cases_of(calls: Iterable[tuple[str, Mapping[str, Any]]]) -> list[Case]:
+def cases_of(calls: Iterable[tuple[str, Mapping[str, Any]]]) -> list[AnyCase]:
     """The cases for these calls, of few heads."""
     problems = unique(api.describe(op, **arguments) for op, arguments in calls)
     drafts = next((problem for problem in problems if problem.op == "verify"), None)
     return unique(case for x in problems for case in cases_like(x, drafts))
 
 
-def name_of(case: Case) -> str:
+def name_of(case: AnyCase) -> str:
     return f"{case.label} of {'+'.join(map(str, case.lengths))} tokens"
 
 
-def _verdicts(cases: Mapping[str, Case], card: Card, device: torch.device, log: Logger) -> Verdicts:
+def _verdicts(
+    cases: Mapping[str, AnyCase], card: Card, device: torch.device, log: Logger
+) -> Verdicts:
     """The verdicts of all cases: known, from the file, or found now."""
     key = dict(
         card._asdict(),
@@ -109,7 +111,7 @@ def _verdicts(cases: Mapping[str, Case], card: Card, device: torch.device, log: 
 
 
 def judge(
-    cases: Sequence[Case], device: torch.device, backend: str = "cute"
+    cases: Sequence[AnyCase], device: torch.device, backend: str = "cute"
 ) -> tuple[Verdicts, str]:
     """Verdicts of the cases up to a crash or TIMEOUT, from a process of their own; and how it
     ended."""

@@ -162,6 +162,7 @@ SGLANG = Release(
             "KDAAttnBackend.forward_decode": "8567512f",
             "KDAAttnBackend.forward_extend": "d9209326",
             "KDAAttnBackend._forward_target_verify": "6e435343",
+            "KDAAttnBackend._convolve_prefill": "cf25a35a",
             "KDAAttnBackend.prefill_graph_extend_active": "92c6794b",
             "KDAAttnBackend.init_prefill_graph_metadata": "72395110",
             "KDAAttnBackend.refresh_prefill_graph_metadata": "9875c392",

@@ -1,8 +1,9 @@
-"""The short convolution of SGLang's GDN layers in prefill by ours, in place of the engine's.
+"""The short convolution of SGLang's layers in prefill by ours, in place of the engine's.
 
-Qwen3.5's layers pass a view of their projection. Qwen3-Next's projection interleaves q, k, v and z:
-with hooks its layers pass whole rows, no kernel splits them, and our convolution reads each part by
-its strides. Decode and drafts stay the engine's. Imports the engine inside functions only.
+KDA's layers and Qwen3.5's pass a view of their projection. Qwen3-Next's projection interleaves q,
+k, v and z: with hooks its layers pass whole rows, no kernel splits them, and our convolution reads
+each part by its strides. Decode and drafts stay the engine's. Imports the engine inside functions
+only.
 """
 
 from __future__ import annotations
@@ -13,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gated_delta import api
-from gated_delta.gpus import H200, card_of
+from gated_delta.integrations.engine import projection
 from gated_delta.integrations.sglang import process
-from gated_delta.problem import TAPS, ShortConv, UnsupportedProblem
+from gated_delta.problem import UnsupportedProblem
 
 LEAST_TOKENS = 64
 """Tokens of a prompt, on average, from which our kernel runs: for 64 prompts of 16 tokens the
@@ -26,20 +26,19 @@ WHOLE_ROWS = "Qwen3GatedDeltaNet"
 
 
 def hook(backend: Any, layers: Sequence[Any]) -> None:
-    """Lets a GDN backend's prefills convolve by our kernel; the layers activate with SiLU.
+    """Lets a backend's prefills convolve by our kernel; the layers activate with SiLU.
 
-    Not on a card other than Hopper, where no check precedes it, with multi-item scoring, or with
-    deterministic inference: graphs have the engine's kernel, which rounds otherwise.
+    Not with multi-item scoring, nor with deterministic inference: graphs have the engine's kernel,
+    which rounds otherwise.
     """
-    card = card_of(torch.device(backend.device))
-    other = card is not None and card.level != H200.level
-    if other or backend.enable_mis or process.state.deterministic:
+    if getattr(backend, "enable_mis", False) or process.state.deterministic:
         return
     convolution = Convolution(backend)
     for layer in layers:
         known: Any = next((x for x in type(layer).__mro__ if x.__name__ == WHOLE_ROWS), None)
         if known is None or type(layer).forward is not known.forward:
             continue
+        backend.forward_extend = convolution.extend
         if not isinstance(layer.forward, WholeRows):
             layer.forward = WholeRows(layer, convolution)
 
@@ -55,7 +54,7 @@ class Convolution:
         self.backend, self.missing = backend, ""
         self.parts: Sequence[Tensor] | None = None
         self._convolve, self._extend = backend._convolve_prefill, backend.forward_extend
-        backend._convolve_prefill, backend.forward_extend = self.convolve, self.extend
+        backend._convolve_prefill = self.convolve
 
     def takes_whole_rows(self, batch: Any) -> bool:
         """Whether a layer may leave the split of this batch to us: no drafts, in no graph."""
@@ -78,7 +77,7 @@ class Convolution:
         rows, tables = mixed_qkv.new_empty(len(mixed_qkv), C), self.backend.forward_metadata
         if tables.has_mamba_track_mask:  # the engine keeps these inputs as windows of prefixes
             kept = tables.track_conv_indices.flatten()
-            rows[kept] = joined([x[kept] for x in self.parts])
+            rows[kept] = projection.joined([x[kept] for x in self.parts])
         try:
             return self._extend(layer=layer, mixed_qkv=rows, **given)
         finally:
@@ -90,68 +89,46 @@ class Convolution:
         """The backend's `_convolve_prefill`: [T, q|k|v]."""
         bounds = self.backend.forward_metadata.query_start_loc
         N, whole = len(bounds) - 1, self.parts is not None
-        if not whole and len(mixed_qkv) < LEAST_TOKENS * N:
-            return self._convolve(layer, batch, mixed_qkv, conv_states, slots)
-        if (weight := layer.conv_weights).shape[1] != TAPS or not weight.is_contiguous():
-            self.leave(f"{TAPS} taps, contiguous, got {list(weight.shape)}")
-        if conv_states.dtype != mixed_qkv.dtype:
-            self.leave(f"windows in {mixed_qkv.dtype}, got {conv_states.dtype}")
-        q, k, v = self.parts or (
-            x.unflatten(1, (-1, d))
-            for x, d in zip(
-                mixed_qkv.split([layer.q_dim, layer.k_dim, layer.v_dim], 1),
-                (layer.head_q_dim, layer.head_k_dim, layer.head_v_dim),
-                strict=True,
-            )
-        )
-        if not self.missing:
+        parts = self.parts or projection.split(mixed_qkv, sizes_of(layer))
+        if not self.missing and (whole or len(mixed_qkv) >= LEAST_TOKENS * N):
             rows = mixed_qkv if whole else mixed_qkv.new_empty(mixed_qkv.shape)
             try:
-                api.short_conv(
-                    q[None],
-                    k[None],
-                    v[None],
-                    ShortConv(weight, layer.bias),
+                projection.convolve(
+                    parts,
+                    layer.conv_weights,
+                    layer.bias,
                     windows=conv_states,
                     state_indices=slots[:N],
                     has_initial_state=batch.extend_prefix_lens > 0,
                     cu_seqlens=bounds,
                     # The engine's copies of strided slots, in order, have no padding slot.
                     null_index=-1 if len(conv_states) == N else 0,
-                    out=rows[None],
+                    out=rows,
                     backend=process.backend_for(mixed_qkv),
                 )
                 return rows
             except UnsupportedProblem as error:  # nothing was written
-                self.leave("; ".join(error.missing) or str(error))
-        return self._convolve(
-            layer, batch, joined([q, k, v]) if whole else mixed_qkv, conv_states, slots
-        )
+                self.missing = "; ".join(error.missing) or str(error)
+                process.LOG.warning(
+                    "gated_delta leaves the convolution of prompts to the engine's kernel; "
+                    f"ours needs {self.missing}"
+                )
+        mixed_qkv = projection.joined(parts) if whole else mixed_qkv
+        return self._convolve(layer, batch, mixed_qkv, conv_states, slots)
 
-    def leave(self, missing: str) -> None:
-        if not self.missing:
-            process.LOG.warning(
-                f"gated_delta leaves GDN's convolution to the engine's kernel; ours needs {missing}"
-            )
-        self.missing = missing
+
+def sizes_of(attn: Any) -> projection.Sizes:
+    return attn.num_k_heads, attn.num_v_heads, attn.head_v_dim, attn.head_k_dim
 
 
 def parts_of(attn: Any, rows: Tensor) -> tuple[Tensor, ...]:
     """q, k [T, H, K] and v, z [T, H, R, V] of whole rows, as views."""
-    H, K, V = attn.num_k_heads, attn.head_k_dim, attn.head_v_dim
-    R = attn.num_v_heads // H
-    q, k, v, z = rows.view(len(rows), H, -1).split([K, K, R * V, R * V], 2)
-    return q, k, v.unflatten(2, (R, V)), z.unflatten(2, (R, V))
-
-
-def joined(parts: Sequence[Tensor]) -> Tensor:
-    """[T, q|k|v]."""
-    return torch.cat([x.flatten(1) for x in parts], 1)
+    return projection.split_interleaved(rows, sizes_of(attn))
 
 
 def copied(x: Tensor) -> Tensor:
-    """A contiguous copy of x, 16 bytes at a time: torch would copy such rows number by number."""
-    return x.view(torch.complex128).contiguous().view(x.dtype)
+    """A contiguous copy of x."""
+    return projection.wide(x).contiguous().view(x.dtype)
 
 
 class WholeRows:

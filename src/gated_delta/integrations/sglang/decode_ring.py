@@ -1,8 +1,9 @@
 """SGLang's decode in a ring: a KVBuffer keeps each request's last tokens, a row a request.
 
 Enabled by GATED_DELTA_SGLANG_RING=1. Decode appends a token to its request's row. It writes the
-state where the row is full, and where the prefix cache copies the state in this step. Nothing is
-imported from the engine before `register` is called.
+state where the row is full, and where the prefix cache copies the state in this step. Small batches
+update states, as without a ring: rows are folded first. Nothing is imported from the engine before
+`register` is called.
 """
 
 from __future__ import annotations
@@ -20,7 +21,12 @@ from gated_delta.integrations.sglang.kvbuffer import (
     state_of,
 )
 from gated_delta.integrations.sglang.ring import Ring, register_folds, rules
+from gated_delta.integrations.sglang.start import Layer
 from gated_delta.problem import MAX_BUFFER, KVBuffer, UnsupportedProblem
+
+FROM_HEADS = {("GDN", 4): 1024, ("KDA", 4): 2048, ("GDN", 2): 4096}
+"""Value heads of a batch from which a ring pays, by layers and bytes of a state's element. KDA's
+rows take too much of a 16-bit state."""
 
 
 def register() -> None:
@@ -39,10 +45,11 @@ def needs(configurator: Any) -> str:
 
     mamba = engine.get_exec().mamba
     replays = mamba.enable_linear_replayssm or mamba.enable_linear_replayssm_spec
-    tokens = mamba.linear_replayssm_cache_len
+    tokens, layer = mamba.linear_replayssm_cache_len, layer_of(configurator)
     kept = {
         "--linear-attn-decode-backend gated_delta": "decode" in process.chosen(),
-        "GDN or KDA layers": layer_of(configurator) is not None,
+        "GDN or KDA layers": layer is not None,
+        "32-bit states of KDA layers": layer is None or heads_of(configurator, layer) is not None,
         "no drafts": engine.max_speculative_num_draft_tokens() is None,
         "no ReplaySSM of SGLang's": not replays,
         f"--linear-replayssm-cache-len of 2 to {MAX_BUFFER + 1}": 2 <= tokens <= MAX_BUFFER + 1,
@@ -51,11 +58,17 @@ def needs(configurator: Any) -> str:
     return next((rule for rule, held in kept.items() if not held), "")
 
 
+def heads_of(configurator: Any, layer: Layer) -> int | None:
+    """From how many value heads of a batch on a ring pays; None if never."""
+    return FROM_HEADS.get((layer.layers, state_of(configurator, layer).element_size()))
+
+
 def sizes(configurator: Any) -> dict[str, Any] | None:
     """Arguments of KVBuffer.empty except its rows, for the engine of this pool configurator.
 
-    None for an engine that the plug-in does not serve, and for a prefill server, which decodes
-    nothing. Raises UnsupportedProblem if the settings, or our kernels, do not allow a ring.
+    None for an engine that the plug-in does not serve, for one of too few requests, and for a
+    prefill server, which decodes nothing. Raises UnsupportedProblem if the settings, or our
+    kernels, do not allow a ring.
     """
     from sglang.srt.runtime_context import get_disagg, get_exec
 
@@ -64,6 +77,11 @@ def sizes(configurator: Any) -> dict[str, Any] | None:
     missing, layer = needs(configurator), layer_of(configurator)
     if layer is not None and not missing:
         tokens = get_exec().mamba.linear_replayssm_cache_len - 1
+        heads, requests = heads_of(configurator, layer) or 0, requests_of(configurator)
+        if requests is not None and requests * layer.HV < heads:
+            line = "gated_delta's ring pays from %d value heads of a batch: %d requests have fewer"
+            process.LOG.info(line, heads, requests)
+            return None
         arguments = rows_of(configurator, layer, tokens)
         ring = KVBuffer.empty(1, **arguments)
         calls = layer.calls(state_of(configurator, layer), ring=ring, folds=True)["decode"]
@@ -105,6 +123,9 @@ def _add(requests: Any, configurator: Any, **_: Any) -> None:
         "gated_delta's ring takes %.3f GiB: %d tokens of %d requests, %.0f %% of a state each",
         *(taken / 2**30, arguments["T"], rows - 1, 100 * taken / rows / state),
     )
-    ring = process.state.ring = Ring(states, KVBuffer.empty(rows, **arguments))
+    layer = layer_of(configurator)
+    heads = heads_of(configurator, layer) if layer else None
+    buffer = KVBuffer.empty(rows, **arguments)
+    ring = process.state.ring = Ring(states, buffer, heads=heads or 0)
     requests.mamba_pool.mem_usage += taken / 2**30
     ring.follow(requests)

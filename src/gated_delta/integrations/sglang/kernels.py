@@ -114,6 +114,8 @@ class Operations:
         self, tokens: Tokens, given: Given, missing: str, engine: Any, ring: KVBuffer | None = None
     ) -> Tensor:
         norm, own_ring = self._norm(tokens, given), process.state.decode_ring
+        if own_ring and not own_ring.appends:
+            own_ring = None
 
         def ours(backend: str) -> Tensor:
             q, k, v, a, b = tokens

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from gated_delta import api
 from gated_delta.integrations.engine import card_check, load
-from gated_delta.integrations.sglang import process
+from gated_delta.integrations.sglang import norm, process
 from gated_delta.integrations.sglang.ring import Ring, register_folds, rules
-from gated_delta.integrations.sglang.start import Layer
+from gated_delta.integrations.sglang.start import Layer, linear_layers
 from gated_delta.problem import KVBuffer, unique
 from gated_delta.replaced import replaced
 
@@ -118,7 +118,11 @@ def layer_of(configurator: Any) -> Layer | None:
     shape = configurator.mambaish_config.mamba2_cache_params.shape
     kind = "KDA" if configurator.hybrid_kda_config else "GDN"
     HV, V, K = shape.temporal
-    return Layer(kind, shape.num_k_heads_per_tp, HV, K, V, configurator.model_config.dtype)
+    layer = Layer(kind, shape.num_k_heads_per_tp, HV, K, V, configurator.model_config.dtype)
+    for module in linear_layers(configurator)[:1]:  # the start checks all of them
+        fused = norm.gate_of(module) is not None
+        layer = layer._replace(lower_bound=module.attn.lower_bound, norm=fused)
+    return layer
 
 
 def rows_of(configurator: Any, layer: Layer, tokens: int) -> dict[str, Any]:
@@ -238,7 +242,7 @@ def commit(
             counts = count(track_steps[:N])
             api.flush(caches.temporal, drafts.buffer, counts, write_indices=tracked, **given)
         if ring:
-            ring.keep(last_steps[:N] + 1, slots)
+            ring.keep(last_steps[:N], slots)
         else:
             api.flush(caches.temporal, drafts.buffer, count(last_steps), **given)
         # `original` skips a tensor without elements.

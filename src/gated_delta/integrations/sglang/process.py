@@ -111,12 +111,18 @@ def room(drafts: int) -> int:
 
 
 def hook(hooks: Mapping[str, Callable[..., Any]], kind: str) -> None:
-    """Hooks into the engine's functions that have no hook yet. kind: AFTER or AROUND."""
+    """Hooks into the engine's functions, once. kind: BEFORE, AFTER or AROUND.
+
+    Raises RuntimeError if another plug-in's hook there is in effect: the engine would ignore ours.
+    """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for target, function in hooks.items():
-        if target not in HookRegistry._hooks:
-            HookRegistry.register(target, function, HookType[kind])
+        if any(other is function for _, other, _ in HookRegistry._hooks.get(target, ())):
+            continue
+        if target in HookRegistry._patched:
+            raise RuntimeError(f"gated_delta must hook {target}, but another plug-in has done so")
+        HookRegistry.register(target, function, HookType[kind])
     HookRegistry.apply_hooks()
 
 

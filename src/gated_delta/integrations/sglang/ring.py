@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gated_delta import api
 from gated_delta.integrations.engine import releases
-from gated_delta.integrations.sglang import process
+from gated_delta.integrations.sglang import process, ring_lengths
 from gated_delta.problem import KVBuffer
 
 _EXTEND = (
@@ -32,12 +32,15 @@ class Ring:
     states: [layers, P, HV, V, K], the engine's. lens: [rows], tokens that the state lacks.
     taken: rows that requests took since the last forward; their lengths are another request's.
     step_rows, step_lens: of the batch that runs, as decode or verify reads them; CUDA graphs know
-    them. drafts: the tokens that a verify appends to a row; 0 if decode appends.
+    them. drafts: the tokens that a verify appends to a row; 0 if decode appends. heads: decode
+    appends in batches of so many value heads over all sequences; smaller ones read whole states.
+    appends: whether the batch described last does. filled: whether rows may have tokens.
     """
 
-    def __init__(self, states: Tensor, buffer: KVBuffer, drafts: int = 0):
+    def __init__(self, states: Tensor, buffer: KVBuffer, drafts: int = 0, heads: int = 0):
         rows, device = buffer.u.shape[1], states.device
-        self.states, self.buffer, self.drafts = states, buffer, drafts
+        self.states, self.buffer, self.drafts, self.heads = states, buffer, drafts, heads
+        self.appends = self.filled = False
         self.layers = [buffer.layer(i) for i in range(len(states))]
         self.lens = torch.zeros(rows, dtype=torch.int32, device=device)
         self.taken: list[int] = []
@@ -71,39 +74,34 @@ class Ring:
 
         requests.alloc_rows = alloc_rows
 
-    def read(self, rows: Tensor, slots: Tensor, due: Tensor | None = None) -> None:
-        """Sets the rows and lengths of a batch.
+    def pays(self, N: int) -> bool:
+        """Whether decode of N sequences, padding too, appends to rows."""
+        return not self.drafts and N * self.states.shape[2] >= self.heads
+
+    def step(self, rows: Tensor, slots: Tensor, due: Tensor | None = None) -> None:
+        """Sets the rows and lengths of a batch. Advances them if decode appends a token.
 
         rows, slots: [N]; slots up to 0 pad. due: [N], bool, whether decode must fold the row.
         """
-        N = len(slots)
+        N, C = len(slots), self.buffer.u.shape[2]
         if len(self.step_rows) < N:
             room = len(self.step_rows)
             raise RuntimeError(f"gated_delta's ring has room for batches of {room}, not {N}")
-        now, real = self.step_lens[:N], self.step_rows[:N]
-        torch.mul(rows[:N], slots > 0, out=real)  # row 0 pads
-        lens = self.lens[real]
-        now.copy_(lens if due is None else torch.where(due[:N], ~lens, lens))
+        tensors = rows, slots, due, self.lens, self.step_rows, self.step_lens
+        lengths_of(slots).step(*tensors, tokens=0 if self.drafts else C)
 
-    def step(self, rows: Tensor, slots: Tensor, due: Tensor | None) -> None:
-        """`read`, and advances the lengths past a token that decode appends."""
-        self.read(rows, slots, due)
-        after = self.step_lens[: len(slots)].clone()
-        self.buffer.advance(after)
-        self.lens[self.step_rows[: len(slots)]] = after
-
-    def keep(self, accepted: Tensor, slots: Tensor) -> None:
+    def keep(self, last: Tensor, slots: Tensor) -> None:
         """Keeps accepted drafts in their rows, and folds rows without room for another verify.
 
-        accepted: [N], of the batch that `read` has seen last.
+        last: [N], of the batch that `step` has seen last, the last accepted token, from 0; or -1.
         """
-        N = len(accepted)
-        rows, lens = self.step_rows[:N], self.step_lens[:N] + accepted
-        full = lens > self.buffer.u.shape[2] - self.drafts
+        room = self.buffer.u.shape[2] - self.drafts
+        tensors = last, slots, self.lens, self.step_rows, self.step_lens
+        folded = lengths_of(slots).keep(*tensors, room=room)
+        rows = self.step_rows[: len(slots)]
         where: dict[str, Any] = dict(state_indices=slots, buffer_indices=rows, null_index=0)
         backend = process.backend_for(self.states)
-        api.flush(self.states, self.buffer, lens * full, **where, backend=backend)
-        self.lens[rows] = (lens * ~full).int()
+        api.flush(self.states, self.buffer, folded, **where, backend=backend)
 
     def fold(self, rows: Tensor, slots: Tensor) -> None:
         """Folds rows into the states of their slots; slots up to 0 pad."""
@@ -115,11 +113,20 @@ class Ring:
         self.lens.index_fill_(0, rows, 0)
 
 
+def lengths_of(x: Tensor) -> Any:
+    """The module that updates lengths on x's device."""
+    if not x.is_cuda:
+        return ring_lengths
+    from gated_delta.integrations.sglang import ring_kernels
+
+    return ring_kernels
+
+
 def register_folds() -> None:
     """Hooks into the engine where it prefills and backs up states."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    if _EXTEND not in HookRegistry._hooks:
+    if not any(hook is _before_extend for _, hook, _ in HookRegistry._hooks.get(_EXTEND, ())):
         HookRegistry.register(_EXTEND, _before_extend, HookType.AFTER)
         HookRegistry.register(_BACKUP, _before_backup, HookType.BEFORE)
 
@@ -150,21 +157,27 @@ def attach(backend: Any) -> None:
     if ring is None:
         return
     if not ring.drafts:
-        # SGLang's fused decode of Kimi K3 would read states without their rows.
-        process.hook({_FUSED: lambda *_, **__: False}, "AFTER")
+        process.hook({_FUSED: _uncovered}, "AFTER")
     eager, replay = backend._forward_metadata, backend.init_forward_metadata_out_graph
 
     def see(batch: Any, mode: Any, slots: Tensor) -> None:
         if mode.is_target_verify() and ring.drafts:
-            ring.read(batch.req_pool_indices, slots)
-        elif mode.is_decode_or_idle() and not ring.drafts:
-            ring.step(batch.req_pool_indices, slots, batch.mamba_track_mask)
+            ring.step(batch.req_pool_indices, slots)
+        elif mode.is_decode_or_idle():
+            ring.appends = ring.pays(len(slots))
+            if ring.appends:
+                ring.step(batch.req_pool_indices, slots, batch.mamba_track_mask)
 
     def before(batch: Any, mode: Any, slots: Tensor) -> None:
         if not ring.drafts:
             ring.empty()
-        elif mode.is_decode():  # decode does not read rows of drafts
+        if not mode.is_decode():
+            return
+        if ring.pays(len(slots)):
+            ring.filled = True
+        elif ring.filled or ring.drafts:  # a decode that reads no rows
             ring.fold(batch.req_pool_indices, slots)
+            ring.filled = False  # of other requests too: they come back through prefill
 
     def forward_metadata(batch: Any) -> Any:
         metadata, mode = eager(batch), batch.logical_forward_mode
@@ -183,6 +196,11 @@ def attach(backend: Any) -> None:
     backend._forward_metadata = forward_metadata
     backend.init_forward_metadata_out_graph = out_graph
     backend.init_forward_metadata_in_graph = in_graph
+
+
+def _uncovered(*_: Any, **__: Any) -> bool:
+    """SGLang's fused decode of Kimi K3 would read states without their rows."""
+    return False
 
 
 def _before_extend(_: None, runner: Any, batch: Any) -> None:

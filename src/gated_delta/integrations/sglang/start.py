@@ -10,7 +10,7 @@ from torch import Tensor
 from gated_delta.integrations.checks import gate_of
 from gated_delta.integrations.engine import card_check, load
 from gated_delta.integrations.sglang import conv, cuts, graphs, kernels, norm, process
-from gated_delta.problem import GatedNorm, KVBuffer, ShortConv, UnsupportedProblem
+from gated_delta.problem import TAPS, GatedNorm, KVBuffer, ShortConv, UnsupportedProblem
 
 
 class Layer(NamedTuple):
@@ -47,7 +47,8 @@ class Layer(NamedTuple):
         """short_conv's arguments for a prompt of one sequence."""
         names = ("q", "k", "v", "cu_seqlens", "state_indices", "null_index", "backend")
         C = 2 * self.H * self.K + self.HV * self.V
-        weight, windows = (prompt["q"].new_zeros(x) for x in ((C, 4), (1, C, 3)))
+        windows = prompt["q"].new_zeros(1, C, TAPS - 1)
+        weight = windows.new_zeros(C, TAPS, dtype=torch.float32 if self.layers == "KDA" else None)
         return {x: prompt[x] for x in names} | dict(
             conv=ShortConv(weight), windows=windows, has_initial_state=prompt["state_indices"] > 0
         )
@@ -88,15 +89,16 @@ class Layer(NamedTuple):
         calls = dict(decode=[("decode", decode)], prefill=[("prefill", prompt)])
         if ring and not kernels.ring_lacks(ring):
             rows = dict(buffer=ring, buffer_indices=zero, buffer_lens=zero)
-            calls["decode"] = [("decode", decode | rows)]
-            if folds:
+            in_ring = [("decode", decode | rows)]
+            if folds:  # and small batches append to none
                 flush = pool | dict(buffer=ring, buffer_indices=zero, num_accepted=zero)
-                calls["decode"].append(("flush", flush))
+                in_ring += [("flush", flush), *calls["decode"]]
+            calls["decode"] = in_ring
         if tracked:
             checkpoints = state.new_zeros(1, 1, *state.shape[1:])
             more = dict(checkpoint_lens=zero[:, None], checkpoints=checkpoints)
             calls["prefill"].append(("prefill", prompt | more))
-        if self.layers == "GDN" and not process.state.deterministic:
+        if not process.state.deterministic:
             calls["prefill"].append(("short_conv", self.convolution(prompt)))
         in_kvbuffer = isinstance(scratch, KVBuffer)
         if scratch is None or (tree and not in_kvbuffer):
@@ -117,6 +119,15 @@ class Layer(NamedTuple):
         return calls
 
 
+def linear_layers(runner: Any) -> list[Any]:
+    """The linear layers of the engine's model. SGLang's own tests of its backends have no model."""
+    from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
+
+    model = getattr(runner, "model", None)
+    modules = [x for x in model.modules() if hasattr(x, "attn")] if model is not None else []
+    return [module for module in modules if isinstance(module.attn, RadixLinearAttention)]
+
+
 def check(backend: Any, runner: Any) -> None:
     """Loads the kernels that the layers of a new attention backend launch in our modes.
 
@@ -124,7 +135,6 @@ def check(backend: Any, runner: Any) -> None:
     log. Raises UnsupportedProblem if kernels are missing and cannot be compiled, or may not be,
     or if decode has a ring and our kernels cannot run it.
     """
-    from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
     from sglang.srt.runtime_context import get_exec, max_speculative_num_draft_tokens
 
     warn_of_forks()
@@ -133,9 +143,7 @@ def check(backend: Any, runner: Any) -> None:
     kind = "KDA" if "KDA" in type(backend).__name__ else "GDN"
     drafts = max_speculative_num_draft_tokens() or 0
     layer_ids: dict[Layer, int] = {}  # the last layer of each kind
-    model = getattr(runner, "model", None)  # SGLang's own tests of its backends have no model
-    modules = [x for x in model.modules() if hasattr(x, "attn")] if model is not None else []
-    modules = [module for module in modules if isinstance(module.attn, RadixLinearAttention)]
+    modules = linear_layers(runner)
     for module in modules:
         attn, fused = module.attn, norm.gate_of(module) is not None
         heads = attn.num_k_heads, attn.num_v_heads, attn.head_k_dim, attn.head_v_dim
@@ -180,6 +188,7 @@ def check(backend: Any, runner: Any) -> None:
             conv.hook(backend, modules)
     elif "prefill" in served:
         graphs.limit(backend)
+        conv.hook(backend, ())
     if process.state.deterministic and "prefill" in served:
         cuts.align()
     for module in modules if served & {"decode", "verify"} else ():

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from gated_delta.integrations.checks import layer_gate
-from gated_delta.integrations.engine import load
-from gated_delta.problem import MAX_DRAFT, Gate, GatedNorm, KVBuffer
+from gated_delta.integrations.engine import load, projection
+from gated_delta.problem import MAX_DRAFT, TAPS, Gate, GatedNorm, KVBuffer, ShortConv
 
 
 def too_many(drafts: int) -> dict[str, str]:
@@ -25,14 +25,15 @@ class Recurrence:
     sizes: H, HV, V, K. channels: the gate has K channels. num_spec: draft tokens. fuses_norm:
     decode includes the gated norm. aligned: prefill also keeps states inside a prompt.
     allow_neg_eigval: beta is 2 sigmoid(b). buffered: drafts go to a KVBuffer. ring: decode keeps so
-    many tokens in one, in the row of the sequence's slot; 0: none. kvbuffer: of either, once there
-    is one. Gate weights A_log, dt_bias: any device.
+    many tokens in one, in a request's row; 0: none. room: tokens of a row in which accepted drafts
+    stay; 0: they do not. kvbuffer: of either, once there is one. Gate weights A_log, dt_bias: any device.
     """
 
     channels = False
     allow_neg_eigval = False
     buffered = False
     ring = 0
+    room = 0
     kvbuffer: KVBuffer | None = None
     null_index = 0
     sizes: tuple[int, int, int, int]
@@ -52,6 +53,10 @@ class Recurrence:
     def _lower_bound(self) -> float | None:
         """Of KDA's gate."""
         return None
+
+    def _conv_dtype(self) -> torch.dtype:
+        """Of the convolution's weight."""
+        return torch.float32 if self.channels else self.inputs
 
     def _gate(self, A_log: Tensor, dt_bias: Tensor) -> Gate:
         if not self.channels:
@@ -78,7 +83,8 @@ class Recurrence:
             if weight.device != x.device:
                 weight = torch.empty_like(weight, device=x.device)
             activation = "sigmoid" if norm.activation == "sigmoid" else "silu"  # or "swish"
-            tensors |= dict(z=z[0].view(*lead, HV, V), norm=GatedNorm(weight, norm.eps, activation))
+            gated = GatedNorm(weight, norm.eps, activation)
+            tensors |= dict(z=z[0].reshape(*lead, HV, V), norm=gated)
         gate = gate or self._gate(self.A_log, self.dt_bias)
         flags = dict(beta_logits=True, allow_neg_eigval=bool(self.allow_neg_eigval))
         options = dict(null_index=self.null_index, backend=self.backend)
@@ -89,10 +95,12 @@ class Recurrence:
         H, HV, V, K = self.sizes
         gate = "channel" if self.channels else "head"
         options: dict[str, Any] = dict(gate=gate, num_layers=num_layers, device=device)
-        return KVBuffer.empty(rows, self.ring or 1 + self.num_spec, H, HV, K, V, **options)
+        tokens = self.ring or self.room or 1 + self.num_spec
+        return KVBuffer.empty(rows, tokens, H, HV, K, V, **options)
 
     def calls(self, pool: Tensor, tokens: int) -> list[load.Call]:
-        """Calls like those of batches, on that pool: a prefill of `tokens`, a decode, drafts."""
+        """Calls like those of batches, on that pool: a prefill of `tokens`, a decode, drafts, a
+        convolution."""
         (H, HV, V, K), W = self.sizes, 1 + self.num_spec
         gate = self._gate(
             *(torch.empty_like(x, device=pool.device) for x in (self.A_log, self.dt_bias))
@@ -115,7 +123,8 @@ class Recurrence:
             decode = buffer | dict(buffer_indices=one, buffer_lens=one)
         cases = [("prefill", tokens, prefill), ("decode", 1, decode)]
         if self.buffered:
-            cases.append(("verify", W, buffer | dict(cu_seqlens=cu_seqlens * W)))
+            kept = dict(buffer_indices=one, buffer_lens=one) if self.room else {}
+            cases.append(("verify", W, buffer | dict(cu_seqlens=cu_seqlens * W) | kept))
         elif self.num_spec:
             accepted = dict(num_accepted=one, cu_seqlens=cu_seqlens * W)
             cases.append(("decode", W, dict(state_indices=one.repeat(1, W)) | accepted))
@@ -127,4 +136,11 @@ class Recurrence:
             inputs = [x[:n] for x in rows[: 3 if op == "prefill" else 4]]
             return op, self._arguments(inputs, pool, "cu_seqlens" in options, gate) | options
 
-        return [*(call(*case) for case in cases), *folds]
+        weight = pool.new_empty(rows[0].shape[1], TAPS, dtype=self._conv_dtype())
+        windows = pool.new_empty(2, rows[0].shape[1], TAPS - 1, dtype=self.inputs)
+        q, k, v = (x[None] for x in projection.split(rows[0], self.sizes))
+        convolution: dict[str, Any] = dict(q=q, k=k, v=v, conv=ShortConv(weight), windows=windows)
+        convolution |= dict(null_index=self.null_index, backend=self.backend)
+        for name in ("state_indices", "has_initial_state", "cu_seqlens"):
+            convolution[name] = prefill[name]
+        return [*(call(*case) for case in cases), *folds, ("short_conv", convolution)]

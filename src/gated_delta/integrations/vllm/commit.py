@@ -24,18 +24,23 @@ from vllm.v1.attention.backends.recoverssm_metadata import (
 from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 
 from gated_delta.integrations.vllm import process
+from gated_delta.integrations.vllm.ring import Rows
 
 
 class Counts(NamedTuple):
     """Tokens [n] of sequences with drafts, and block columns [n].
 
-    boundary: up to the end of the block, where the accepted tokens pass it; else 0.
+    boundary: up to the end of the block, where the accepted tokens pass it; else 0. folded: of the
+    row, the accepted ones too, to the last state; -1 if they stay in the row. folded_to_boundary:
+    to the state at the block's end.
     """
 
     accepted: Tensor
     boundary: Tensor
     column: Tensor
     boundary_column: Tensor
+    folded: Tensor
+    folded_to_boundary: Tensor
 
 
 @dataclass
@@ -43,6 +48,7 @@ class Step:
     """A step's sequences with drafts, the same for all block tables.
 
     rows [n]: theirs in the batch. lens [n]: tokens of this step. before [batch]: computed before.
+    requests: rows that accepted drafts stay in, by request; None if each step folds.
     """
 
     rows: Tensor
@@ -50,6 +56,7 @@ class Step:
     before: Tensor
     block: int
     columns: int
+    requests: Rows | None = None
     counts: Counts | None = None
     after: Tensor | None = None
 
@@ -62,8 +69,15 @@ class Step:
             end, column = before + accepted, before // self.block
             to_end = (column + 1) * self.block - before
             boundary = to_end * (to_end < accepted)
-            last = ((end - 1) // self.block).clamp(max=self.columns - 1)
-            self.counts = Counts(accepted, boundary, last, column.clamp(max=self.columns - 1))
+            last, folded = (end - 1) // self.block, (accepted, boundary)
+            if self.requests is not None:
+                running = (before + self.lens - 1) // self.block
+                due = (last != running) | (boundary > 0) | (end % self.block == 0)
+                held = self.requests.step_lens[: len(accepted)]
+                to_boundary = (held + boundary).masked_fill(boundary == 0, 0)
+                folded = self.requests.keep(accepted, due), to_boundary
+            columns = (x.clamp(max=self.columns - 1) for x in (last, column))
+            self.counts = Counts(accepted, boundary, *columns, *folded)
             # vLLM adds `sampled` to it, 0 or not.
             self.after = self.before.index_copy(0, self.rows, (end - taken).to(self.before.dtype))
         return self.counts
@@ -95,10 +109,10 @@ class Metadata(GDNAttentionMetadata, RecoverSSMMetadata):
         )
 
 
-def metadata(m: Any, batch: Any, block: int | None) -> Metadata:
+def metadata(m: Any, batch: Any, block: int | None, requests: Rows | None) -> Metadata:
     """vLLM's metadata of a batch, to be committed. batch: CommonAttentionMetadata.
 
-    block: tokens of a block; None without a prefix cache.
+    block: tokens of a block; None without a prefix cache. requests: as of Step.
     """
     fields = {field.name: getattr(m, field.name) for field in dataclasses.fields(m)}
     step = None
@@ -112,7 +126,7 @@ def metadata(m: Any, batch: Any, block: int | None) -> Metadata:
             rows = torch.arange(n, device=device)
         lens = m.spec_query_start_loc[: n + 1].diff()
         columns = batch.block_table_tensor.shape[1]
-        step = Step(rows, lens, batch.compute_num_computed_tokens(), block, columns)
+        step = Step(rows, lens, batch.compute_num_computed_tokens(), block, columns, requests)
     return Metadata(**fields, block_table=batch.block_table_tensor, step=step)
 
 

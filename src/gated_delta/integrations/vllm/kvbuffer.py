@@ -19,6 +19,7 @@ from torch import Tensor
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionBackend, GDNAttentionMetadataBuilder
+from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 
 from gated_delta import api, problem
 from gated_delta.compile import flag
@@ -45,16 +46,17 @@ class Builder(GDNAttentionMetadataBuilder):
         layers = vllm_config.compilation_config.static_forward_context
         self.layers = [layers[name] for name in layer_names]
         self.step: Any = None
-        if self.cached and self.layers[0].ring:
-            self.layers[0].rows.block = kv_cache_spec.block_size
+        self.rows = self.layers[0].rows
+        if self.cached and self.rows:
+            self.rows.block = kv_cache_spec.block_size
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, *a: Any, **kw: Any) -> Any:
         metadata = super().build(common_prefix_len, common_attn_metadata, *a, **kw)
         if self.layers[0].buffered:
             block = self.kv_cache_spec.block_size if self.cached else None
-            metadata = commit.metadata(metadata, common_attn_metadata, block)
-        if self.layers[0].ring:
-            self.layers[0].rows.step(metadata, common_attn_metadata.seq_lens)
+            metadata = commit.metadata(metadata, common_attn_metadata, block, self.rows)
+        if self.rows:
+            self.rows.step(metadata, common_attn_metadata.seq_lens)
         return self._keep(metadata)
 
     def update_block_table(self, metadata: Any, blk_table: Tensor, slot_mapping: Any) -> Any:
@@ -69,13 +71,14 @@ class Builder(GDNAttentionMetadataBuilder):
         self.step = metadata
         if self.layers[0].buffered:
             metadata.builder = self
-        if self.layers[0].ring and len(self.layers[0].rows.prompts):
-            self._fold_prompts(metadata, self.layers[0].rows)
+        if self.rows and len(self.rows.prompts):
+            self._fold_prompts(metadata, self.rows)
         return metadata
 
     def _fold_prompts(self, m: Any, rows: Any) -> None:
         """Folds the rows of sequences that go on with a prefill."""
-        slots = m.non_spec_state_indices_tensor[m.num_decodes :][: len(rows.prompts)]
+        first = 0 if rows.drafts else m.num_decodes
+        slots = m.non_spec_state_indices_tensor[first:][: len(rows.prompts)]
         self._flush(rows.prompt_lens, slots, buffer_indices=rows.prompts)
 
     def _flush(self, num_accepted: Tensor, slots: Tensor, **options: Any) -> None:
@@ -132,9 +135,11 @@ class Builder(GDNAttentionMetadataBuilder):
             width = windows.shape[2] - self.num_spec
             moves = [(boundary, counts.boundary), (last, counts.accepted)]
             commit.move_windows(windows, width, slots, moves)
+        where = dict(buffer_indices=self.rows.step_rows[:n]) if self.rows else {}
         # In this order: the last slot may be the sequence's own.
-        self._flush(counts.boundary, slots, write_indices=boundary)
-        self._flush(counts.accepted, slots, write_indices=last)
+        self._flush(counts.folded_to_boundary, slots, write_indices=boundary, **where)
+        last = last.where(counts.folded >= 0, NULL_BLOCK_ID)
+        self._flush(counts.folded, slots, write_indices=last, **where)
 
 
 class Backend(GDNAttentionBackend):
@@ -228,6 +233,11 @@ def refuse_cache(layer: Any, vllm_config: Any, block: int) -> None:
     if needed and vllm_config.cache_config.mamba_cache_mode != "none":
         needs = f"--no-enable-prefix-caching, or {'; '.join(needed)}"
         raise RuntimeError(f"{DRAFTS}=1: {layer.prefix} needs {needs}")
+
+
+def room(drafts: int) -> int:
+    """Tokens of a row in which accepted drafts stay."""
+    return min(4 * drafts, MAX_BUFFER)
 
 
 def ring_tokens(vllm_config: Any) -> int:

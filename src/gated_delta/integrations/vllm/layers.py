@@ -1,10 +1,10 @@
 """vLLM's GDN and KDA layers with their core on gated_delta.
 
-A layer's core is its short convolution, which stays vLLM's kernel, and the recurrence, on vLLM's
-cache in place. decode includes the gated norm after it if the layer passes the norm's gate to its
-core (Qwen3-Next, Qwen3.5, KDA). Projections, other norms, caches and scheduling stay with vLLM, and
-so does an operation that gated_delta cannot run for a layer. Imports vLLM; `vllm.register` imports
-it.
+A layer's core is its short convolution and the recurrence, on vLLM's cache in place. Prompts are
+convolved by `short_conv`, on views of the projection; decodes and drafts by vLLM's kernel. decode
+includes the gated norm after it if the layer passes the norm's gate to its core (Qwen3-Next,
+Qwen3.5, KDA). Projections, other norms, caches and scheduling stay with vLLM, and so does an
+operation that gated_delta cannot run for a layer. Imports vLLM; `vllm.register` imports it.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 from gated_delta import __version__, api, problem
 from gated_delta.compile import flag
 from gated_delta.integrations.checks import in_chunks
+from gated_delta.integrations.engine import projection
 from gated_delta.integrations.vllm import checking, commit, cuts, kvbuffer, process, ring, start
 from gated_delta.integrations.vllm.calls import Recurrence
 from gated_delta.integrations.vllm.start import BACKEND, DEVICE
 from gated_delta.ops.launch import MAX_NORM
-from gated_delta.problem import CHECKPOINT_INTERVAL, unique
+from gated_delta.problem import CHECKPOINT_INTERVAL, TAPS, UnsupportedProblem, unique
 
 GRID = "get_mamba_prefill_checkpoint_grid"  # not in vLLM 0.32
 BLOCK = 8  # tokens per block of vLLM's prefill convolution
@@ -51,6 +52,9 @@ class Core(Recurrence, abstract.MambaBase):
 
     null_index = NULL_BLOCK_ID
     backend = BACKEND
+    drafts_stay = True  # accepted ones in a row, until it lacks room
+    own_convolution = ""
+    """Why vLLM's kernel convolves prompts; "" if ours does."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -69,7 +73,13 @@ class Core(Recurrence, abstract.MambaBase):
         self.rows: Any = None
         self.buffered = flag(kvbuffer.DRAFTS, False) and self.num_spec > 0 and not left
         self.ring = kvbuffer.ring_tokens(vllm_config) if "prefill" not in left else 0
-        self._refuse(start.missing(self, start.small_pool(self), left) | left)
+        v2 = vllm_config.use_v2_model_runner
+        stay = self.buffered and self.drafts_stay and v2 and align
+        self.room = kvbuffer.room(1 + self.num_spec) if stay else 0
+        missing = start.missing(self, start.small_pool(self), left)
+        if missing and self.room:  # then its accepted drafts are folded after each verify
+            self.room, missing = 0, start.missing(self, start.small_pool(self), left)
+        self._refuse(missing | left)
         process.layers.add(self)
         where = "decode: {}; prefill: {}".format(*process.routes(self))
         process.logger().info_once(
@@ -81,15 +91,14 @@ class Core(Recurrence, abstract.MambaBase):
                 switch = kvbuffer.RING if self.ring else kvbuffer.DRAFTS
                 raise RuntimeError(f"{switch}=1: {self.prefix} needs {'; '.join(missing)}")
         if self.buffered:
-            v2 = vllm_config.use_v2_model_runner
             (commit.at_recoverssm_seam if v2 else kvbuffer.fold_after_sampling)()
         if problem.CHECK:
             checking.start(vllm_config)
-        if self.ring:
+        if tokens := self.ring or self.room:
             ring.follow_requests()
-            sizes = vllm_config.scheduler_config
+            sizes, drafts = vllm_config.scheduler_config, 1 + self.num_spec if self.room else 0
             most = sizes.max_num_seqs, sizes.max_num_batched_tokens
-            self.rows = ring.of(vllm_config) or ring.Rows(self.ring, *most, DEVICE)
+            self.rows = ring.of(vllm_config) or ring.Rows(tokens, drafts, *most, DEVICE)
 
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
         super().bind_kv_cache(kv_cache)
@@ -178,6 +187,8 @@ class Core(Recurrence, abstract.MambaBase):
         return False
 
     def _refuse(self, reasons: dict[str, str]) -> None:
+        if missing := reasons.pop("short_conv", ""):
+            self._leave_convolution(missing)
         if reasons and DEVICE == "cpu":
             # vLLM's CPU kernels keep states as [K, V], so it gets both operations or none.
             reasons = dict.fromkeys(("decode", "prefill"), next(iter(reasons.values())))
@@ -186,9 +197,10 @@ class Core(Recurrence, abstract.MambaBase):
     def _run(self, qkv: Tensor, g: Tensor, beta: Tensor, out: Tensor, *z: Tensor) -> bool:
         """Runs the core on this batch. False: vLLM has to.
 
-        qkv: [tokens, D], before the convolution. g: [tokens, HV] or [tokens, HV, K], raw. beta:
-        [tokens, HV], logits. z: [tokens, HV, V], the norm's gate. out: [tokens, HV, V], after
-        the norm if there is a z; zeros behind the batch's tokens.
+        qkv: [tokens, D], before the convolution, or the projection's rows. g: [tokens, HV] or
+        [tokens, HV, K], raw. beta: [tokens, HV], logits. z: the norm's gate, HV * V numbers a
+        token. out: [tokens, HV, V], after the norm if there is a z; zeros behind the batch's
+        tokens.
         """
         refused, m = self.refused, self._metadata()
         self._zero_padding(out)
@@ -242,24 +254,29 @@ class Core(Recurrence, abstract.MambaBase):
             query_start_loc=cu_seqlens,
             max_query_len=1 + self.num_spec,
         )
-        x = self._update(rows[0], conv_state_indices=slots[:, 0], **lengths, validate_data=False)
+        qkv = self._qkv(rows[0])
+        x = self._update(qkv, conv_state_indices=slots[:, 0], **lengths, validate_data=False)
         packed = self._arguments([x, *rows[1:]], self.kv_cache[1], True)
         packed |= dict(cu_seqlens=cu_seqlens, out=out[None])
         if self.kvbuffer is None:
             api.decode(**packed, state_indices=slots, num_accepted=accepted)
         else:
+            if self.room:
+                lens, rows_of = self.rows.step_lens[:n], self.rows.step_rows[:n]
+                packed |= dict(buffer_indices=rows_of, buffer_lens=lens)
             api.verify(**packed, state_indices=slots[:, 0], buffer=self.kvbuffer)
         self._count("drafts")
 
     def _others(self, m: Any, rows: Sequence[Tensor], out: Tensor) -> None:
         """Decodes of one token a sequence, then prefills."""
         slots, n = m.non_spec_state_indices_tensor, m.num_decode_tokens
-        if m.num_prefills:
-            x = self._prefills(m, rows, out, n)
-        elif m.num_decodes:
-            n = len(out)  # a CUDA graph's padding too; its slot is the null block
-            x = self._update(rows[0], conv_state_indices=slots[:n], validate_data=True)
+        x = self._prefills(m, rows, out, n) if m.num_prefills else None
         if m.num_decodes:
+            if x is None:
+                # A CUDA graph's padding too; its slot is the null block.
+                n = n if m.num_prefills else len(out)
+                qkv = self._qkv(rows[0][:n])
+                x = self._update(qkv, conv_state_indices=slots[:n], validate_data=True)
             single = self._arguments([y[:n] for y in (x, *rows[1:])], self.kv_cache[1], False)
             if self.ring:
                 lens, rows_of = self.rows.step_lens[:n], self.rows.step_rows[:n]
@@ -267,23 +284,19 @@ class Core(Recurrence, abstract.MambaBase):
             api.decode(**single, state_indices=slots[:n], out=out[:n, None])
             self._count("decode")
 
-    def _prefills(self, m: Any, rows: Sequence[Tensor], out: Tensor, n: int) -> Tensor:
-        """Runs the prefills, after n decodes; returns the convolution's output of all rows."""
-        slots = m.non_spec_state_indices_tensor
-        conv_states, weight, bias, activation = self._convolution()
-        convolution = dict(
-            has_initial_state=m.has_initial_state,
-            cache_indices=slots,
-            query_start_loc=m.non_spec_query_start_loc,
-            conv_states=conv_states,
-            activation=activation,
-        )
-        x = causal_conv1d.causal_conv1d_fn(rows[0].T, weight, bias, **convolution, metadata=m).T
+    def _prefills(self, m: Any, rows: Sequence[Tensor], out: Tensor, n: int) -> Tensor | None:
+        """Runs the prefills, after n decodes.
+
+        Returns the convolution's output of the decodes if vLLM's kernel had to convolve all rows.
+        """
         if m.prefill_query_start_loc is None:  # Kimi K3's metadata; once for its layers
-            m.prefill_state_indices = slots[n:]
+            m.prefill_state_indices = m.non_spec_state_indices_tensor[n:]
             m.prefill_has_initial_state = m.has_initial_state[n:]
             m.prefill_query_start_loc = m.non_spec_query_start_loc[n:] - n
-        packed = self._arguments([y[n:] for y in (x, *rows[1:3])], self.kv_cache[1], True)
+        decodes, x = None, self._convolve(m, rows[0][n:])
+        if x is None:
+            decodes, x = self._convolve_all(m, self._qkv(rows[0])).tensor_split([n])
+        packed = self._arguments([x, *(y[n:] for y in rows[1:3])], self.kv_cache[1], True)
         packed |= dict(
             deterministic=self.deterministic,
             state_indices=m.prefill_state_indices,
@@ -297,18 +310,74 @@ class Core(Recurrence, abstract.MambaBase):
                 checkpoint_lens=m.checkpoint.checkpoint_offsets[last, None],
                 checkpoint_indices=m.checkpoint.state_indices[last, None],
             )
+            raw_qkv, starts = self._before_checkpoints(m, rows[0])
+            conv_state, weight, *_ = self._convolution()
             windows = checkpoint.MambaPrefillCheckpointExporter(state_len=weight.shape[1] - 1)
-            windows.export(
-                m.checkpoint,
-                raw_qkv=rows[0],
-                conv_state=conv_states,
-                cu_seqlens=m.non_spec_query_start_loc,
-            )
+            windows.export(m.checkpoint, raw_qkv=raw_qkv, conv_state=conv_state, cu_seqlens=starts)
         api.prefill(**packed, out=out[None, n:])
         for z in rows[3:]:
             self._normalise(out[n:], z[n:])
         self._count("prefill")
+        return decodes
+
+    def _convolve(self, m: Any, rows: Tensor) -> Tensor | None:
+        """Our convolution of the prefills' rows, [tokens, D]; None: vLLM's kernel has to run."""
+        if self.own_convolution:
+            return None
+        windows, weight, bias, activation = self._convolution()
+        x = rows.new_empty(len(rows), len(weight))
+        try:
+            projection.convolve(
+                self._parts(rows),
+                weight,
+                bias,
+                activation="silu" if activation in ("silu", "swish") else None,
+                windows=windows,
+                state_indices=m.prefill_state_indices,
+                has_initial_state=m.prefill_has_initial_state,
+                cu_seqlens=m.prefill_query_start_loc,
+                null_index=self.null_index,
+                backend=BACKEND,
+                out=x,
+            )
+        except UnsupportedProblem as error:
+            self._leave_convolution("; ".join(error.missing) or str(error))
+            return None
         return x
+
+    def _leave_convolution(self, missing: str) -> None:
+        self.own_convolution = missing
+        process.logger().warning_once(
+            f"gated_delta leaves the convolution of {self.name} to vLLM's kernel; "
+            f"ours needs {missing}"
+        )
+
+    def _convolve_all(self, m: Any, qkv: Tensor) -> Tensor:
+        """vLLM's convolution of decodes and prefills, [tokens, D]."""
+        conv_states, weight, bias, activation = self._convolution()
+        convolution = dict(
+            has_initial_state=m.has_initial_state,
+            cache_indices=m.non_spec_state_indices_tensor,
+            query_start_loc=m.non_spec_query_start_loc,
+            conv_states=conv_states,
+            activation=activation,
+        )
+        return causal_conv1d.causal_conv1d_fn(qkv.T, weight, bias, **convolution, metadata=m).T
+
+    def _qkv(self, rows: Tensor) -> Tensor:
+        """q | k | v of rows, [tokens, D]."""
+        return rows
+
+    def _parts(self, rows: Tensor) -> Sequence[Tensor]:
+        """q, k and v of rows, as views."""
+        return projection.split(rows, self.sizes)
+
+    def _before_checkpoints(self, m: Any, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows of q | k | v that hold the convolution's inputs before each checkpoint.
+
+        And per sequence the row at which it would start among them.
+        """
+        return rows, m.non_spec_query_start_loc
 
     def _count(self, op: str, reason: str = "") -> None:
         """reason: why vLLM runs it; "" if we do."""
@@ -323,7 +392,7 @@ class Core(Recurrence, abstract.MambaBase):
         return in_chunks(BLOCK * int(blocks.max())) if on_host else None
 
     def _normalise(self, out: Tensor, z: Tensor) -> None:
-        out.copy_(process.norm_on(self._norm(), out.device)(out, z))
+        out.copy_(process.norm_on(self._norm(), out.device)(out, z.reshape(out.shape)))
 
     def _normalise_batch(self, out: Tensor, z: Tensor) -> None:
         """After vLLM's recurrence, with rows behind the batch's tokens."""
@@ -344,6 +413,10 @@ class Core(Recurrence, abstract.MambaBase):
     def _convolutions(self) -> list[Any]:
         return [self.conv1d]
 
+    def _conv_dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self._convolutions()[0].weight.dtype
+        return dtype
+
     def _weight(self) -> Tensor:
         """The convolution's, [D, width]."""
         return _unpacked(self.conv1d)
@@ -361,6 +434,22 @@ def _accepted(m: Any, cuda: bool) -> Tensor:
         accepted = m.num_accepted_tokens[: m.num_spec_decodes].clamp(min=1)
         m.gated_delta_accepted = captured, accepted
     return accepted
+
+
+def _inputs_of_checkpoints(m: Any) -> tuple[Tensor, Tensor]:
+    """The three rows before each checkpoint, and where each sequence would start among them.
+
+    For vLLM's exporter; once for all layers of a step.
+    """
+    known = getattr(m, "gated_delta_checkpoints", None)
+    if known is None:
+        offsets, kept = m.checkpoint.checkpoint_offsets, TAPS - 1
+        ends = m.non_spec_query_start_loc[: len(offsets)] + offsets
+        before = torch.arange(-kept, 0, device=ends.device)
+        places = torch.arange(1, len(ends) + 1, dtype=ends.dtype, device=ends.device)
+        known = (ends[:, None] + before).clamp(min=0).flatten(), kept * places - offsets
+        m.gated_delta_checkpoints = known
+    return known
 
 
 @functools.cache
@@ -393,17 +482,18 @@ class Qwen(GDN, QwenGatedDeltaNetAttention):
             self.enable_fused_gdn_spec_decode = False
         if DEVICE == "cpu" and not self.refused:
             self._forward_method = self.forward_cuda  # it calls the core
+        if self.gqa_interleaved_layout:
+            self.order = projection.order(self.sizes, self.inputs, DEVICE)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """As vLLM's, but the core gets the norm's gate, includes the norm and writes all rows."""
+        """As vLLM's, but the core gets the projection's rows, includes the norm and writes all
+        rows."""
         if not self.fuses_norm:
             return super().forward(hidden_states)
-        (H, HV, V, K), r = self.sizes, self.sizes[1] // self.sizes[0]
+        H, HV, V, _ = self.sizes
         qkvz, ba = self.in_proj_qkvz(hidden_states)[0], self.in_proj_ba(hidden_states)[0]
         if self.gqa_interleaved_layout:
-            parts = qkvz.unflatten(1, (H, -1)).split([K, K, r * V, r * V], -1)
-            qkvz = torch.cat([part.flatten(1) for part in parts], 1)
-            ba = ba.unflatten(1, (H, 2, r)).transpose(1, 2).flatten(1)
+            ba = ba.unflatten(1, (H, 2, HV // H)).transpose(1, 2).flatten(1)
         out = hidden_states.new_empty(hidden_states.shape[0], HV, V)
         core = torch.ops.vllm.qwen_gdn_attention_core_fused_norm_packed
         core(qkvz, ba, out, layer_name=_encode_layer_name(self.prefix))
@@ -425,7 +515,14 @@ class Qwen(GDN, QwenGatedDeltaNetAttention):
                 mixed_qkvz=mixed_qkvz, ba=ba, core_attn_out=core_attn_out
             )
             return
-        (_, HV, V, _), (b, a) = self.sizes, self.split_ba(ba)
+        (_, HV, V, _), (b, a), m = self.sizes, self.split_ba(ba), self._metadata()
+        prompts = self.gqa_interleaved_layout and (m is None or m.num_prefills > 0)
+        if prompts and not (self.own_convolution or self.refused):
+            z = projection.split_interleaved(mixed_qkvz, self.sizes)[3]
+            self._run(mixed_qkvz, a, b, core_attn_out, z)
+            return
+        if self.gqa_interleaved_layout:
+            mixed_qkvz = projection.in_order(mixed_qkvz, self.order)
         qkv, z = mixed_qkvz.split([mixed_qkvz.shape[1] - HV * V, HV * V], -1)
         z = z.view(-1, HV, V)
         if not self._run(qkv, a, b, core_attn_out, z):
@@ -434,13 +531,33 @@ class Qwen(GDN, QwenGatedDeltaNetAttention):
             )
             self._normalise_batch(core_attn_out, z)
 
+    def _whole(self, rows: Tensor) -> bool:
+        """Whether these are interleaved rows of the projection."""
+        return rows.shape[1] > projection.width(self.sizes)
+
+    def _qkv(self, rows: Tensor) -> Tensor:
+        if not self._whole(rows):
+            return rows
+        return projection.in_order(rows, self.order)[:, : projection.width(self.sizes)]
+
+    def _parts(self, rows: Tensor) -> Sequence[Tensor]:
+        if not self._whole(rows):
+            return super()._parts(rows)
+        return projection.split_interleaved(rows, self.sizes)[:3]
+
+    def _before_checkpoints(self, m: Any, rows: Tensor) -> tuple[Tensor, Tensor]:
+        if not self._whole(rows):
+            return super()._before_checkpoints(m, rows)
+        kept, starts = _inputs_of_checkpoints(m)
+        return self._qkv(rows.index_select(0, kept)), starts
+
 
 class Olmo(GDN, OlmoHybridGatedDeltaNetAttention):
     pass
 
 
 class KDA(Core):
-    """Kimi Linear's layer and, with other metadata, Kimi K3's."""
+    """Kimi Linear's layer."""
 
     channels = True
 
@@ -468,6 +585,12 @@ class KDA(Core):
 
 class Kimi(KDA, KimiGatedDeltaNetAttention):
     pass
+
+
+class K3(KDA):
+    """Kimi K3's layer, with metadata of its own."""
+
+    drafts_stay = False
 
 
 class Separate(KDA):
@@ -566,7 +689,7 @@ class Ling(Separate):
 LATER = {
     "Glm5NextLinearAttention": Glm,
     "BailingMoeV3KimiDeltaAttention": Ling,
-    "KimiK3DeltaAttention": KDA,
+    "KimiK3DeltaAttention": K3,
 }
 """Classes in modules that vLLM imports for their models alone: the first base of ours."""
 

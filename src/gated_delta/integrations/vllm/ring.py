@@ -1,10 +1,10 @@
 """Rows of a KVBuffer that vLLM's requests keep from step to step, and their lengths.
 
 A row belongs to a request of vLLM's second model runner, by the index that the request has from its
-admission to its end. Decode appends to it. Whatever else reads a state finds it whole: decode folds
-a row at the token that ends a block, and at prompts' tokens; a prefill folds before it. Lengths
-stay on the device, and change on the forwards' stream once a step. Imports vLLM; layers.py imports
-it.
+admission to its end. Decode appends to it, or accepted drafts stay in it. Whatever else reads a
+state finds it whole: a row is folded at the token that ends a block, and at prompts' tokens; a
+prefill folds before it. Lengths stay on the device, and change on the forwards' stream once a step.
+Imports vLLM; layers.py imports it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from vllm.utils.torch_utils import async_tensor_h2d
 class Rows:
     """The lengths of all rows, the same for all layers.
 
-    capacity: tokens of a row. block: tokens of a block of the prefix cache; None without one.
-    lens: [requests] int32, tokens that the states lack. step_rows, step_lens: [batch], of the batch
-    that runs, as decode reads them; CUDA graphs know them. prompts, prompt_lens: of its prefills.
+    capacity: tokens of a row. drafts: those that a verify appends; 0: decode appends. block: tokens
+    of a block of the prefix cache; None without one. lens: [requests] int32, tokens that the states
+    lack. step_rows, step_lens: [batch], of the batch that runs, as decode or verify reads them;
+    CUDA graphs know them. prompts, prompt_lens: of its prefills. due: rows of a verify that must be
+    folded, [sequences] bool, or None.
     """
 
-    def __init__(self, capacity: int, requests: int, batch: int, device: Any):
-        self.capacity, self.block = capacity, None
+    def __init__(self, capacity: int, drafts: int, requests: int, batch: int, device: Any):
+        self.capacity, self.drafts, self.block = capacity, drafts, None
         with torch.inference_mode(False):  # so that any mode may write to them
             self.lens = torch.zeros(requests, dtype=torch.int32, device=device)
             self.step_rows = torch.zeros(batch, dtype=torch.int64, device=device)
@@ -47,6 +49,7 @@ class Rows:
         """batch: vLLM's InputBatch, of the next forward; a dummy one if it was not noted."""
         self.batch, self.noted = batch if batch is self.noted else None, None
         self.prompts, self.prompt_lens = self.step_rows[:0], self.step_lens[:0]
+        self.due: Tensor | None = None
 
     def step(self, m: Any, seq_lens: Tensor) -> None:
         """Sets rows and lengths of a batch, and advances the lengths past it; once a batch.
@@ -57,23 +60,60 @@ class Rows:
         if self.batch is None:
             return
         batch, self.batch = self.batch, None
+        rows, prompts = batch.idx_mapping, batch.is_prefilling_np
         n, p = min(m.num_decodes, batch.num_reqs), m.num_prefills
+        if self.drafts:
+            self._verify(m, rows, prompts)
+            return
         if p:
-            self.prompts = batch.idx_mapping[n : n + p]
-            self.prompt_lens = self.lens[self.prompts]
-            self.lens.index_fill_(0, self.prompts, 0)
+            self._fold(rows[n : n + p])
         if n:
-            self._decode(batch, batch.idx_mapping[:n], seq_lens[:n])
+            self._decode(rows[:n], seq_lens[:n], prompts[:n])
 
-    def _decode(self, batch: Any, rows: Tensor, seq_lens: Tensor) -> None:
+    def _fold(self, prompts: Tensor) -> None:
+        self.prompts, self.prompt_lens = prompts, self.lens[prompts]
+        self.lens.index_fill_(0, prompts, 0)
+
+    def _verify(self, m: Any, rows: Tensor, prompts: Any) -> None:
+        """The rows that drafts go to; whatever else runs has its rows folded."""
+        mask = m.spec_sequence_masks_cpu
+        others = m.num_decodes + m.num_prefills
+        if mask is None:
+            self._fold(rows[:others])
+            return
+        mask = mask[: len(rows)]
+        if others:
+            self._fold(rows[self._to_device((~mask).nonzero().flatten())])
+            rows = rows[m.step.rows]
+        n, prompts = len(rows), torch.from_numpy(prompts)[mask]
+        self.step_rows[:n].copy_(rows)
+        torch.index_select(self.lens, 0, rows, out=self.step_lens[:n])
+        self.due = self._to_device(prompts) if prompts.any() else None
+
+    def keep(self, accepted: Tensor, due: Tensor) -> Tensor:
+        """Adds accepted drafts to the rows. Returns [n] int32, the tokens to fold where rows are
+        due, or lack room for another verify; -1 elsewhere.
+
+        accepted: [n], of the verify that `step` has seen last. due: [n] bool.
+        """
+        n = len(accepted)
+        lens = self.step_lens[:n] + accepted
+        due = due | (lens > self.capacity - self.drafts)
+        due = due if self.due is None else due | self.due
+        self.lens.index_copy_(0, self.step_rows[:n], lens.masked_fill(due, 0).int())
+        return lens.masked_fill(~due, -1).int()
+
+    def _to_device(self, x: Tensor) -> Tensor:
+        return async_tensor_h2d(x, device=self.lens.device)
+
+    def _decode(self, rows: Tensor, seq_lens: Tensor, prompts: Any) -> None:
         n = len(rows)
         self.step_rows[:n].copy_(rows)
         lens = torch.index_select(self.lens, 0, rows, out=self.step_lens[:n])
         after = (lens + 1) % (self.capacity + 1)  # a full row is folded
         due = None if self.block is None else seq_lens % self.block == 0
-        prompts = batch.is_prefilling_np[:n]
         if prompts.any():  # one token: its state may be cached or sent
-            mask = async_tensor_h2d(torch.from_numpy(prompts), device=lens.device)
+            mask = self._to_device(torch.from_numpy(prompts))
             due = mask if due is None else due | mask
         if due is not None:
             after.masked_fill_(due, 0)
@@ -82,9 +122,10 @@ class Rows:
 
 
 def of(vllm_config: Any) -> Rows | None:
-    """Of an engine's layers; None if they have no ring."""
+    """Of an engine's layers; None if they have none."""
     layers = vllm_config.compilation_config.static_forward_context.values()
-    return next((x.rows for x in layers if getattr(x, "ring", 0)), None)
+    rows = (getattr(layer, "rows", None) for layer in layers)
+    return next((x for x in rows if isinstance(x, Rows)), None)
 
 
 @functools.cache

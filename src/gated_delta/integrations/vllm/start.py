@@ -47,8 +47,13 @@ def missing(layer: Any, pool: Tensor, left: Collection[str]) -> dict[str, str]:
     """
     all_calls = layer.calls(pool, 64)
     refused = load.refused(all_calls)
-    ours = [call for call in all_calls if call[0] not in {*left, *refused}]
-    return refused | card_check.failing(ours, logger())
+    return refused | card_check.failing(ours_of(all_calls, {*left, *refused}), logger())
+
+
+def ours_of(calls: list[load.Call], left: Collection[str]) -> list[load.Call]:
+    """The calls of operations that are not left to vLLM; without prefill no convolution either."""
+    both = {*left, *(["short_conv"] if "prefill" in left else [])}
+    return [call for call in calls if call[0] not in both]
 
 
 def small_pool(layer: Any) -> Tensor:
@@ -62,8 +67,8 @@ def load_kernels(layer: Any, pool: Tensor) -> None:
 
     Raises UnsupportedProblem if kernels are missing and cannot be compiled, or may not be.
     """
-    ours = [call for call in layer.calls(pool, 64) if call[0] not in layer.refused]
-    load.load(ours, pool.device)
+    left = {*layer.refused, *(["short_conv"] if layer.own_convolution else [])}
+    load.load(ours_of(layer.calls(pool, 64), left), pool.device)
 
 
 def profile(layer: Any, tokens: int) -> None:

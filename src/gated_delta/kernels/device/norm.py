@@ -1,11 +1,14 @@
 """The gated RMSNorm of o, in decode, verify and prefill, and its absent forms."""
 
+import itertools
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32, Uint32
 from cutlass.cute.arch import shuffle_sync, shuffle_sync_bfly
 from cutlass.cutlass_dsl import select_
 
+from ...fp8 import FP8_MAX, LEAST_AMAX
 from ..arguments import ABSENT
 from . import arithmetic, ptx
 from .args import offset, tensor_at
@@ -16,9 +19,6 @@ NORM = ("z", "norm_")
 """How the names of a norm's arguments begin."""
 FP8 = ("out_scales",)
 """As above, of an output in FP8."""
-FP8_MAX = 448.0
-LEAST_AMAX = 1e-10
-"""Of a head, for its scale: a head of zeros has one, too."""
 LOADS = 8  # elements of z per thread in flight
 
 
@@ -49,8 +49,12 @@ def scale_of(amax):
 
 
 def store_scale(args, coord, token, scale, condition):
-    """Store a token's scale, if the call has one per token and head."""
     at = tensor_at(args, "out_scales", n=coord.n, t=token, h=coord.hv)
+    store_scale_at(args, at, scale, condition)
+
+
+def store_scale_at(args, at, scale, condition):
+    """Store a token's scale, if the call has one per token and head."""
     ptx.store_if(Float32, at, scale, condition & (args.size.out_scales_given == 0))
 
 
@@ -129,6 +133,22 @@ def normalised_vector(args, o, z, rstd, weight_at, dtype):
         )
         words.append(ptx.pack_x2(low, high, dtype))
     return words
+
+
+def quantised_row(args, words, dtype):
+    """A row's scale, and its vectors `words` in FP8, two words each; a lane of four has them."""
+    bits = Uint32(0)
+    for x in ptx.unpack(itertools.chain.from_iterable(words), dtype):
+        bits = cutlass.max(bits, magnitude(x))
+    for lanes in (2, 1):
+        bits = cutlass.max(bits, shuffle_sync_bfly(bits, offset=lanes))
+    scale, factor = scale_of(bits.bitcast(Float32))
+    factor = ptx.select(args.size.out_scales_given != 0, given_factor(args), factor)
+    values = []
+    for vector in words:  # opaque, as above
+        x = ptx.unpack([Uint32(ptx.opaque(Int32(word))) for word in vector], dtype)
+        values.append([ptx.e4m3_x4([y * factor for y in x[i : i + 4]]) for i in (0, 4)])
+    return scale, values
 
 
 # ------------------------------------------------------------ decode

@@ -265,6 +265,16 @@ def store_e4m3(address, value, condition=True):
     )
 
 
+def e4m3_x4(numbers):
+    """A word of four fp32 numbers as e4m3; they saturate, NaN stays NaN."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, {$r1}, {$r0}; "
+        "cvt.rn.satfinite.e4m3x2.f32 high, {$r3}, {$r2}; mov.b32 {$w0}, {low, high}; }",
+        write_only_types=[Uint32],
+        read_only_args=list(numbers),
+    )
+
+
 def store_async(address, barrier, cta, value, condition):
     """st.async: store one fp32 number to the shared memory of CTA `cta` of the cluster.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from ..arguments import NORM_STRIDES, TOKEN_STRIDES, strides_type
+from ..arguments import FP8_STRIDES, NORM_STRIDES, TOKEN_STRIDES, strides_type
 
 CHUNK = 64
 """Tokens of a chunk."""
@@ -28,7 +28,8 @@ STATE_BYTES = 128 * 128 * 4
 MAX_RAW_SEQUENCES = 32
 """Sequences of prepare_raw overlapped with scan_raw: a warp has one in each lane."""
 
-# Words of the workspace's region `counters`.
+# Words of the workspace's region `counters`. Of joined segments it has one for each chunk of a head:
+# in the sequence's first one, warps that have read its initial state.
 CTA_QUEUE = 0  # work tiles taken (persistent CTAs), or CTAs that have started (overlapped)
 ITEM_QUEUE = 1  # overlapped: chunks of a head taken by the warpgroups that prepare
 SCANNED = 2  # overlapped: chunks that scanning CTAs have started
@@ -47,6 +48,8 @@ PrefillStrides = strides_type(
     checkpoint_indices="nj",
     checkpoints="njph",
     **NORM_STRIDES | dict(z="nthg"),
+    out="nth",
+    **FP8_STRIDES,
 )
 
 
@@ -70,7 +73,9 @@ class PrefillTensors(NamedTuple):
     final_state: int  # the same
     z: int  # [N, T, H, HV / H, V]
     norm_weight: int  # [V]
-    o: int  # [N, T, HV, V]
+    o: int  # [N, T, HV, V], 16 bits
+    out: int  # the same in FP8, if that is the output; o is workspace then
+    out_scales: int  # [N, T, HV], written; or [1], read
 
 
 class PrefillSizes(NamedTuple):
@@ -116,6 +121,7 @@ class PrefillSizes(NamedTuple):
     norm_weight_kind: int
     norm_eps: int
     norm_sigmoid: int
+    out_scales_given: int
 
 
 class WorkspaceShape(NamedTuple):
@@ -140,13 +146,16 @@ class WorkspaceShape(NamedTuple):
     queued: bool
     """Whether CTAs take work from a queue."""
     overlapped: bool
+    joined: bool = False
+    """Whether a CTA goes on through segments without a window: no states pass between CTAs."""
     summary: bool = False
 
     @property
     def head_segments(self) -> int:
         if self.whole_segments:
             return self.HV * self.whole_segments
-        return self.N * self.HV * self.segments if self.segments > 1 or self.summary else 0
+        passed = self.summary or (self.segments > 1 and not self.joined)
+        return self.N * self.HV * self.segments if passed else 0
 
 
 class Region(NamedTuple):
@@ -164,6 +173,12 @@ def _head_chunks(size: int) -> Callable[[WorkspaceShape], int]:
 
 def _tiles(w: WorkspaceShape) -> int:
     return w.chunk_slots * w.tile_heads * TILE_BYTES
+
+
+def _counters(w: WorkspaceShape) -> int:
+    if w.joined:
+        return _head_chunks(4)(w)
+    return 4 * (PREPARED + w.chunk_slots) if w.overlapped else 4 * w.queued
 
 
 WORKSPACE = (
@@ -189,9 +204,9 @@ WORKSPACE = (
     ),
     Region(
         "counters",
-        lambda w: 4 * (PREPARED + w.chunk_slots) if w.overlapped else 4 * w.queued,
-        "rank, prepare_raw",
-        "prepare_raw, fused, scan_raw, overlapped",
+        _counters,
+        "rank, prepare_raw, prepare",
+        "prepare_raw, fused, scan_raw, overlapped, scan",
     ),
     # Of each segment and head: M and B; initial states, then a flag a segment. On a grid: states at
     # the segments' ends, copies of calls' initial states, flags.

@@ -22,6 +22,8 @@ Pointers, Strides, Sizes = (
 
 CHECKPOINTS = ("checkpoint",)
 """How the names of checkpoints' arguments begin."""
+FP8 = ("out",)
+"""As above, of an output in FP8."""
 
 
 class PrefillKernel:
@@ -37,6 +39,8 @@ class PrefillKernel:
     """False drops the arguments of checkpoints: scans' and transitions'."""
     norm = False
     """False drops the arguments of the gated norm."""
+    fp8 = False
+    """False drops the arguments of an output in FP8."""
     boxes: dict[str, hopper.SwizzledTile] = {}  # noqa: RUF012
     """TMA boxes by tensor; `args.maps` has the tensors' maps."""
     split = True
@@ -48,7 +52,8 @@ class PrefillKernel:
     def __call__(
         self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream
     ):
-        unused = (*(() if self.checkpoints else CHECKPOINTS), *(() if self.norm else NORM))
+        absent = ((CHECKPOINTS, self.checkpoints), (NORM, self.norm), (FP8, self.fp8))
+        unused = [prefix for prefixes, has in absent if not has for prefix in prefixes]
         ptr, stride, size = (without(x, *unused) for x in (ptr, stride, size))
         args = Args(ptr, scale, bound, stride, size)
         if cutlass.const_expr(self.boxes):
