@@ -28,8 +28,8 @@ class Engine:
         self.api: Any = Checked(api, self.check)
         self.channels, self.slots, self.rows = channels, [3, 5], [0, 1]
         self.computed = dict(a=0, b=64)
-        for name, tokens in self.computed.items():
-            self.check.begin(name, tokens)
+        for row, (name, tokens) in enumerate(self.computed.items()):
+            self.check.begin(name, row, tokens)
 
     def step(self, op: str, tokens: int, lens: Any = None, more: Any = None) -> None:
         before = list(self.computed.values())
@@ -133,7 +133,7 @@ def lengths_that_fold_beyond(engine: Engine) -> None:
 def lengths_of_an_earlier_request(engine: Engine) -> None:
     for n in range(3):
         engine.step("decode", 1, [n, n])
-    engine.check.begin("b", engine.computed["b"] - 3)
+    engine.check.begin("b", 1, engine.computed["b"] - 3)
     engine.computed["b"] -= 3
     engine.step("decode", 1, [3, 3])
 
@@ -188,8 +188,24 @@ def test_one_request_in_so_many_is_worked_out(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(state_check, "SAMPLE", 8)
     check = StateCheck({})
     names = [f"request {n}" for n in range(800)]
-    for name in names:
-        check.begin(name, 0)
+    for row, name in enumerate(names):
+        check.begin(name, row, 0)
     sampled = [name for name in names if check.requests[name].sampled]
     assert 60 < len(sampled) < 140
     assert sampled[:3] == ["request 3", "request 8", "request 14"]
+
+
+def test_requests_that_go_on_come_back_or_end() -> None:
+    """More input keeps a request's tokens, other tokens or another row do not."""
+    engine = Engine()
+    engine.step("prefill", 5)
+    one, other = (engine.check.requests[name] for name in "ab")
+    engine.check.begin("a", 0, 5)
+    assert engine.check.requests["a"] is one
+    engine.check.begin("b", 7, 69)
+    engine.check.begin("a", 0, 4)
+    assert one not in engine.check.requests.values()
+    assert other not in engine.check.requests.values()
+    engine.check.begin("c", 0, 0)
+    engine.check.begin("d", 1, 0)
+    assert engine.check.requests.keys() == {"b", "c", "d"}

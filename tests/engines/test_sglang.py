@@ -747,7 +747,7 @@ class Checked:
         with under(linear_attn_backend=process.NAME, mamba_radix_cache_strategy="extra_buffer"):
             runner = SimpleNamespace(device="cpu", req_to_token_pool=requests)
             checking.attach(self.backend, runner)
-        self.check, self.tokens = process.state.check, 9
+        self.check, self.tokens, self.names = process.state.check, 9, ["a", "b"]
 
     def metadata(self, batch):
         tracked = batch.mamba_track_indices
@@ -758,7 +758,7 @@ class Checked:
         self.tokens += 1
         batch = SimpleNamespace(
             logical_forward_mode=ForwardMode.DECODE,
-            rids=["a", "b"],
+            rids=self.names,
             seq_lens=torch.tensor([self.tokens, self.tokens + 20]),
             req_pool_indices=self.rows,
             mamba_track_mask=torch.tensor([False, tracked]),
@@ -772,16 +772,17 @@ class Checked:
         batch.mamba_track_mask = due
         for layer, states in enumerate(self.states):
             x = Given(self.layers, [1, 1], [3, 5], bound=self.bound, seed=2 * self.tokens + layer)
+            weights = Given(self.layers, [1], [1], bound=self.bound, seed=layer)
             options = dict(scale=D**-0.5, num_v_heads=HV, head_v_dim=D, cache_indices=self.slots)
             call = kernel(self.layers).packed_decode
-            call(x.mixed, *x.raw(), **x.gates(), ssm_states=states, **options)
+            call(x.mixed, *x.raw(), **weights.gates(), ssm_states=states, **options)
         if tracked:
             self.states[:, 6] = self.states[:, 3 if skip == "slot" else 5]
         checking._decoded(None, self.backend, batch, None, None, self.slots, 9)
 
 
 @LAYERS
-@pytest.mark.parametrize("fault", ["", "fold", "slot", "length", "row"])
+@pytest.mark.parametrize("fault", ["", "fold", "slot", "length", "row", "emptying"])
 def test_the_checking_mode_names_requests(layers, bound, fault, monkeypatch):
     engine = Checked(layers, bound, monkeypatch)
     for n in range(12):
@@ -791,11 +792,14 @@ def test_the_checking_mode_names_requests(layers, bound, fault, monkeypatch):
         engine.ring.lens[2] += 1
     if fault == "row":
         engine.rows = torch.tensor([2, 1])
+    if fault == "emptying":  # of a new request's row
+        engine.names = ["a", "c"]
     names = {
         "fold": "request b, layer 4, slot 6: the state after 42 tokens is off",
         "slot": "request b, layer 4, slot 6: the state after 42 tokens is off",
-        "length": "request b, layer 4, slot 5: row 2 has 7 tokens, but the request",
+        "length": "request b, layer 4, slot 6: the state after 42 tokens is off by nan",
         "row": r"request a, layer 4, slot 3: row 2 has \d tokens of request b, expected none",
+        "emptying": r"request c, layer 4, slot 5: row 2 has \d tokens of request b, expected none",
     }
     if fault:
         with pytest.raises(RuntimeError, match=names[fault]):

@@ -72,13 +72,15 @@ class Log:
 
 @dataclass
 class Request:
-    """before: tokens computed before the step that runs. least, after: with the step's, of which
-    drafts may be rejected.
+    """A request of the engine, in its row `row`.
 
-    whole: tokens that the states had when they were exact last, at the start or after a prefill.
+    before: tokens computed before the step that runs. least, after: with the step's, of which
+    drafts may be rejected. whole: tokens that the states had when they were exact last, at the
+    start or after a prefill.
     """
 
     name: str
+    row: int
     before: int
     least: int
     after: int
@@ -91,25 +93,32 @@ class Request:
 class StateCheck:
     """The checks of one process. layers: each one's pool of states [P, HV, V, K], by its name.
 
-    null: slots up to it are no blocks. compared, worst: states compared, and the largest error.
+    null: slots up to it are no blocks. names: the requests, by the engine's row. compared, worst:
+    states compared, and the largest error.
     """
 
     def __init__(self, layers: Mapping[str, Tensor], null: int = 0):
         self.layers, self.null = dict(layers), null
         self.requests: dict[str, Request] = {}
+        self.names: dict[int, str] = {}
         self.compared, self.worst = 0, 0.0
         self._at: dict[tuple[int, int], tuple[Request, str]] = {}
         self._owners: dict[tuple[int, int], Request] = {}
 
-    def begin(self, name: str, tokens: int) -> None:
-        """A request starts or resumes, with so many tokens computed: no row has any of them."""
-        sampled = zlib.crc32(name.encode()) % SAMPLE == 0
-        self.requests[name] = Request(name, tokens, tokens, tokens, tokens, sampled)
+    def begin(self, name: str, row: int, tokens: int) -> None:
+        """A request comes, or comes back, to a row of the engine's, with so many tokens computed.
 
-    def goes_on(self, name: str, tokens: int) -> bool:
-        """Whether a request with so many tokens goes on from its last step."""
+        No row of a KVBuffer has any of them. It goes on if nothing happened to it in between.
+        """
         known = self.requests.get(name)
-        return known is not None and known.least <= tokens <= known.after
+        if known and known.row == row and known.least <= tokens <= known.after:
+            return
+        last = self.requests.get(self.names.get(row, ""))
+        if last and last.row == row:
+            del self.requests[last.name]
+        sampled = zlib.crc32(name.encode()) % SAMPLE == 0
+        self.names[row] = name
+        self.requests[name] = Request(name, row, tokens, tokens, tokens, tokens, sampled)
 
     def step(
         self,
@@ -157,7 +166,7 @@ class StateCheck:
         if "buffer" in call:
             self._see_rows(call, mine)
         bounds = _bounds(call)
-        accepted = call.get("num_accepted")
+        accepted = _list(call.get("num_accepted"))
         for n, (request, layer) in mine.items():
             start, end = bounds[n : n + 2]
             if start == end:
@@ -168,7 +177,7 @@ class StateCheck:
                 continue
             log = request.logs.get(layer)
             if log is None:
-                slot = slots[n][0 if accepted is None else max(int(accepted[n]), 1) - 1]
+                slot = slots[n][0 if accepted is None else max(accepted[n], 1) - 1]
                 state = call["state"][slot]
                 state = state if request.before else torch.zeros_like(state)
                 log = request.logs[layer] = Log(request.before, state)
@@ -220,11 +229,11 @@ class StateCheck:
 
     def _see_rows(self, call: Mapping[str, Any], mine: Mapping[int, tuple[Request, str]]) -> None:
         """The rows of a call's KVBuffer, and their lengths."""
-        buffer, given = call["buffer"].u.data_ptr(), call.get("buffer_indices")
-        lens, taken = call.get("buffer_lens"), set()
+        buffer, taken = call["buffer"].u.data_ptr(), set()
+        given, lens = (_list(call.get(f"buffer_{x}")) for x in ("indices", "lens"))
         for n, (request, layer) in mine.items():
-            row = n if given is None else int(given[n])
-            held = 0 if lens is None else max(int(lens[n]), ~int(lens[n]))
+            row = n if given is None else given[n]
+            held = 0 if lens is None else max(lens[n], ~lens[n])
             owner = self._owners.get((buffer, row), request)
             slot = request.slots[layer]
             if row in taken:
@@ -272,6 +281,10 @@ class Checked:
 def _lines(slots: Tensor) -> list[list[int]]:
     """A call's slots by sequence: one, or one for the state after each token."""
     return slots.view(len(slots), -1).tolist()
+
+
+def _list(x: Tensor | None) -> list[int] | None:
+    return None if x is None else x.tolist()
 
 
 def _bounds(call: Mapping[str, Any]) -> list[int]:

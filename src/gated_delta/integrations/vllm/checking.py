@@ -7,6 +7,7 @@ prompt, and those that a prefill keeps inside of one. Imports vLLM; layers.py im
 from __future__ import annotations
 
 import functools
+from collections.abc import Container
 from typing import Any
 
 from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
@@ -18,30 +19,23 @@ from gated_delta.integrations.vllm import process
 class Steps:
     """The steps of vLLM's second model runner, for a StateCheck.
 
-    block: tokens of a block. names: the requests, by vLLM's row. Of the step that runs: rows, by
-    the batch's order, and each layer's blocks by sequence.
+    block: tokens of a block. Of the step that runs: rows, by the batch's order, and each layer's
+    blocks by sequence.
     """
 
     def __init__(self, block: int):
         self.block, self.check = block, StateCheck({}, NULL_BLOCK_ID)
-        self.names: dict[int, str] = {}
+        self.watching = False
         self.rows: list[int] = []
         self.blocks: dict[str, list[list[int]]] = {}
 
-    def begin(self, row: int, request: Any) -> None:
-        """A request comes, or comes back. One that goes on with more input keeps its row."""
-        name, tokens = request.req_id, request.num_computed_tokens
-        if self.names.get(row) != name or not self.check.goes_on(name, tokens):
-            self.check.begin(name, tokens)
-        self.names[row] = name
-
     def before(self, batch: Any, tables: Any, cache: Any) -> None:
         """A step's requests and blocks, after vLLM has copied states from block to block."""
-        if not self.check.layers:
-            self.watch()
-        self.rows = batch.idx_mapping[: batch.num_reqs].tolist()
         groups = enumerate(cache.kv_cache_groups)
         blocks = {layer: tables[n] for n, x in groups for layer in x.layer_names}
+        if not self.watching:
+            self.watch(blocks)
+        self.rows = batch.idx_mapping[: batch.num_reqs].tolist()
         self.blocks = {x: blocks[x][: len(self.rows)].tolist() for x in self.check.layers}
         after = batch.seq_lens[: len(self.rows)].tolist()
         starts = batch.query_start_loc[: len(self.rows) + 1].diff().tolist()
@@ -51,21 +45,22 @@ class Steps:
             layer: [line[column] for line, column in zip(lines, columns, strict=True)]
             for layer, lines in self.blocks.items()
         }
-        self.check.step([self.names[row] for row in self.rows], before, after, slots)
+        self.check.step([self.check.names[row] for row in self.rows], before, after, slots)
 
-    def watch(self) -> None:
+    def watch(self, names: Container[str]) -> None:
         """Has the layers' calls seen, when vLLM has given them their states."""
         from gated_delta.integrations.vllm import layers
 
-        ours = [x for x in process.in_order() if not x.refused]
+        self.watching = True
+        ours = [x for x in process.in_order() if x.prefix in names and not x.refused]
         self.check.layers = {x.prefix: x.kv_cache[1] for x in ours}
         layers.api = Checked(layers.api, self.check)  # type: ignore[assignment]
 
     def after(self, computed: Any) -> None:
         """Compares, when vLLM has committed the step. computed: tokens of each row."""
+        computed = computed.tolist()
         for n, row in enumerate(self.rows):
-            request = self.check.requests[self.names[row]]
-            end = int(computed[row])
+            request, end = self.check.requests[self.check.names[row]], computed[row]
             ends = {end // self.block * self.block}
             if request.whole == request.after == end:  # of a part of a prompt
                 ends.add(end)
@@ -117,7 +112,8 @@ def hook() -> None:
     @functools.wraps(add)
     def added(self: Any, row: int, request: Any) -> None:
         add(self, row, request)
-        self.gated_delta_steps.begin(row, request)
+        tokens = request.num_computed_tokens
+        self.gated_delta_steps.check.begin(request.req_id, row, tokens)
 
     @functools.wraps(before)
     def preprocessed(self: Any, batch: Any, tables: Any, cache: Any, computed: Any) -> None:

@@ -30,19 +30,22 @@ def attach(backend: Any, runner: Any) -> None:
 
     Raises RuntimeError if CUDA graphs would run the layers without a call.
     """
-    from sglang.srt.runtime_context import get_exec, max_speculative_num_draft_tokens
+    from sglang.srt import runtime_context as engine
 
-    modes = {"decode", "prefill"} | ({"verify"} if max_speculative_num_draft_tokens() else set())
+    settings, memory = engine.get_exec(), engine.get_memory()
+    drafts = {"verify"} if engine.max_speculative_num_draft_tokens() else set()
+    others = ({"decode", "prefill"} | drafts) - process.chosen()
     lacking = {
-        "every mode of the linear layers on gated_delta": modes - process.chosen()
-        or process.state.left,
-        "--mamba-radix-cache-strategy extra_buffer": not get_exec().mamba.enable_mamba_extra_buffer,
+        "every mode of the linear layers on gated_delta": others or process.state.left,
+        "--mamba-radix-cache-strategy extra_buffer": not settings.mamba.enable_mamba_extra_buffer,
         "drafts that are lines": process.state.trees,
+        "no --enable-unified-memory": memory.enable_unified_memory,
+        "no --enable-two-batch-overlap": settings.overlap.enable_two_batch_overlap,
     }
     if needs := "; ".join(need for need, lacks in lacking.items() if lacks):
         process.LOG.warning("GATED_DELTA_CHECK=1 compares no snapshots: it needs %s", needs)
         return
-    graphs = get_exec().graph.cuda_graph_config
+    graphs = settings.graph.cuda_graph_config
     if runner.device == "cuda" and {graphs.decode.backend, graphs.prefill.backend} != {"disabled"}:
         off = "--cuda-graph-backend-decode=disabled --cuda-graph-backend-prefill=disabled"
         raise RuntimeError(f"GATED_DELTA_CHECK=1 needs {off}: graphs run no Python")
@@ -65,6 +68,7 @@ def _step(check: StateCheck, batch: Any, indices: Tensor) -> None:
     """The requests of a batch and their slots. One that comes anew, or comes back, begins."""
     mode, names = batch.logical_forward_mode, batch.rids or []
     slots, before = indices[: len(names)].tolist(), batch.seq_lens[: len(names)].tolist()
+    rows = batch.req_pool_indices[: len(names)].tolist()
     lengths, fewest = [1] * len(names), 0
     if mode.is_target_verify():
         lengths, fewest = [batch.spec_info.draft_token_num] * len(names), 1
@@ -73,11 +77,8 @@ def _step(check: StateCheck, batch: Any, indices: Tensor) -> None:
         lengths = batch.extend_seq_lens[: len(names)].tolist()
     else:
         before = [n - 1 for n in before]
-    for name, start, slot in zip(names, before, slots, strict=True):
-        known = check.requests.get(name)
-        same = known is not None and slot in known.slots.values()
-        if not same or not check.goes_on(name, start):
-            check.begin(name, start)
+    for name, row, start in zip(names, rows, before, strict=True):
+        check.begin(name, row, start)
     after = [start + n for start, n in zip(before, lengths, strict=True)]
     least = [start + fewest for start in before] if fewest else after
     check.step(names, before, after, dict.fromkeys(check.layers, slots), least)
