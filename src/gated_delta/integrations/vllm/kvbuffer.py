@@ -220,11 +220,6 @@ def refuse_cache(layer: Any, vllm_config: Any, block: int) -> None:
         raise RuntimeError(f"{DRAFTS}=1: {layer.prefix} needs {needs}")
 
 
-def room(drafts: int) -> int:
-    """Tokens of a row in which accepted drafts stay."""
-    return min(4 * drafts, MAX_BUFFER)
-
-
 def ring_tokens(vllm_config: Any) -> int:
     """Tokens of a row; 0 without the ring. The call that finds it full folds it with its own."""
     if not flag(RING, False):

@@ -36,6 +36,7 @@ from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 from gated_delta import __version__, api
 from gated_delta.compile import flag
 from gated_delta.integrations.checks import in_chunks
+from gated_delta.integrations.engine import load
 from gated_delta.integrations.vllm import commit, cuts, kvbuffer, process, ring, start
 from gated_delta.integrations.vllm.calls import Recurrence
 from gated_delta.integrations.vllm.start import BACKEND, DEVICE
@@ -70,10 +71,12 @@ class Core(Recurrence, abstract.MambaBase):
         self.buffered = flag(kvbuffer.DRAFTS, False) and self.num_spec > 0 and not left
         self.ring = kvbuffer.ring_tokens(vllm_config) if "prefill" not in left else 0
         v2 = vllm_config.use_v2_model_runner
-        self.room = kvbuffer.room(1 + self.num_spec) if self.buffered and v2 and align else 0
+        self.room = load.room(1 + self.num_spec) if self.buffered and v2 and align else 0
         missing = start.missing(self, start.small_pool(self), left)
-        if missing and self.room:  # then its accepted drafts are folded after each verify
-            self.room, missing = 0, start.missing(self, start.small_pool(self), left)
+        seldom = "vLLM's second model runner with the prefix cache"
+        if missing and self.room:
+            self.room, seldom = 0, load.why(missing)
+            missing = start.missing(self, start.small_pool(self), left)
         self._refuse(missing | left)
         process.layers.add(self)
         where = "decode: {}; prefill: {}".format(*process.routes(self))
@@ -87,6 +90,10 @@ class Core(Recurrence, abstract.MambaBase):
                 raise RuntimeError(f"{switch}=1: {self.prefix} needs {'; '.join(missing)}")
         if self.buffered:
             (commit.at_recoverssm_seam if v2 else kvbuffer.fold_after_sampling)()
+            if not self.room:
+                process.logger().info_once(
+                    f"gated_delta folds drafts after every verify; seldom needs {seldom}"
+                )
         if tokens := self.ring or self.room:
             ring.follow_requests()
             sizes, drafts = vllm_config.scheduler_config, 1 + self.num_spec if self.room else 0
