@@ -135,6 +135,7 @@ def test_what_a_step_commits(
     others = [5, before, 7]
     step = commit.Step(torch.tensor([1]), torch.tensor([lens]), torch.tensor(others), 16, 4)
     counts = step.accept(torch.tensor([1, sampled, 1]))
-    assert [int(x) for x in counts] == [accepted, boundary, column, boundary_column]
+    columns = [column, boundary_column]
+    assert [int(x) for x in counts] == [accepted, boundary, *columns, accepted, boundary]
     assert step.after is not None
     assert (step.after + torch.tensor([0, sampled, 0])).tolist() == [5, before + accepted, 7]

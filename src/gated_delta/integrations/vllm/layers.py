@@ -70,12 +70,11 @@ class Core(Recurrence, abstract.MambaBase):
         self.rows: Any = None
         self.buffered = flag(kvbuffer.DRAFTS, False) and self.num_spec > 0 and not left
         self.ring = kvbuffer.ring_tokens(vllm_config) if "prefill" not in left else 0
-        v2 = vllm_config.use_v2_model_runner
-        self.room = load.room(1 + self.num_spec) if self.buffered and v2 and align else 0
+        seldom = kvbuffer.rows_lack(vllm_config, cached=True) if self.buffered else [""]
+        self.room = 0 if seldom else load.room(1 + self.num_spec)
         missing = start.missing(self, start.small_pool(self), left)
-        seldom = "vLLM's second model runner with the prefix cache"
         if missing and self.room:
-            self.room, seldom = 0, load.why(missing)
+            self.room, seldom = 0, [load.why(missing)]
             missing = start.missing(self, start.small_pool(self), left)
         self._refuse(missing | left)
         process.layers.add(self)
@@ -89,11 +88,11 @@ class Core(Recurrence, abstract.MambaBase):
                 switch = kvbuffer.RING if self.ring else kvbuffer.DRAFTS
                 raise RuntimeError(f"{switch}=1: {self.prefix} needs {'; '.join(missing)}")
         if self.buffered:
+            v2 = vllm_config.use_v2_model_runner
             (commit.at_recoverssm_seam if v2 else kvbuffer.fold_after_sampling)()
             if not self.room:
-                process.logger().info_once(
-                    f"gated_delta folds drafts after every verify; seldom needs {seldom}"
-                )
+                folds = f"gated_delta folds drafts after every verify; seldom needs {seldom[0]}"
+                process.logger().info_once(folds)
         if tokens := self.ring or self.room:
             ring.follow_requests()
             sizes, drafts = vllm_config.scheduler_config, 1 + self.num_spec if self.room else 0
