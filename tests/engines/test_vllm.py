@@ -851,6 +851,7 @@ class Stack:
         for x in (self.buffer.u, self.buffer.k, self.buffer.log_decay):
             x.copy_(-torch.rand_like(x))
         self.builder = object.__new__(vllm_kvbuffer.Builder)
+        self.builder.rows = None
         self.builder.layers = [
             SimpleNamespace(
                 kv_cache=(None, self.storage[pool]),
@@ -1003,7 +1004,7 @@ def test_what_a_kvbuffer_needs(
     hooked: list[str] = []
     monkeypatch.setattr(vllm_kvbuffer, "fold_after_sampling", lambda: hooked.append("first"))
     monkeypatch.setattr(vllm_layers.commit, "at_recoverssm_seam", lambda: hooked.append("second"))
-    monkeypatch.setattr(vllm_layers.ring, "follow_requests", lambda: hooked.append("second"))
+    monkeypatch.setattr(vllm_layers.ring, "follow_requests", lambda: hooked.append("rows"))
     monkeypatch.setattr(base, "get_attn_backend", lambda layer: case["backend"])
     if needed:
         reason = f"{switch}=1: model.layers.0 needs {needed}"
@@ -1011,10 +1012,12 @@ def test_what_a_kvbuffer_needs(
             Layer()
     else:
         in_kvbuffer = needed is not None
-        runner = "second" if case["use_v2_model_runner"] else "first"
+        layer, runner = Layer(), ["second" if case["use_v2_model_runner"] else "first"]
         ours = vllm_kvbuffer.backend_for(case["backend"])
-        assert (Layer().get_attn_backend() is ours) == in_kvbuffer
-        assert hooked == [runner] * in_kvbuffer
+        assert (layer.get_attn_backend() is ours) == in_kvbuffer
+        rows = ["rows"] * (case["ring"] or case["mamba_cache_mode"] == "align")
+        assert hooked == ([] if case["ring"] else runner) * in_kvbuffer + rows * in_kvbuffer
+        assert layer.room == (16 if rows and in_kvbuffer and not case["ring"] else 0)
 
 
 def test_the_length_of_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:

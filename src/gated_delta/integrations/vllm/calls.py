@@ -26,7 +26,8 @@ class Recurrence:
     decode includes the gated norm. aligned: prefill also keeps states inside a prompt.
     allow_neg_eigval: beta is 2 sigmoid(b). buffered: drafts go to a KVBuffer. ring: decode keeps so
     many tokens in one, in a request's row; 0: none. room: tokens of a row in which accepted drafts
-    stay; 0: they do not. kvbuffer: of either, once there is one. Gate weights A_log, dt_bias: any device.
+    stay; 0: they do not. kvbuffer: of either, once there is one. Gate weights A_log, dt_bias: any
+    device.
     """
 
     channels = False

@@ -36,7 +36,7 @@ from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 from gated_delta import __version__, api, problem
 from gated_delta.compile import flag
 from gated_delta.integrations.checks import in_chunks
-from gated_delta.integrations.engine import projection
+from gated_delta.integrations.engine import load, projection
 from gated_delta.integrations.vllm import checking, commit, cuts, kvbuffer, process, ring, start
 from gated_delta.integrations.vllm.calls import Recurrence
 from gated_delta.integrations.vllm.start import BACKEND, DEVICE
@@ -73,12 +73,14 @@ class Core(Recurrence, abstract.MambaBase):
         self.rows: Any = None
         self.buffered = flag(kvbuffer.DRAFTS, False) and self.num_spec > 0 and not left
         self.ring = kvbuffer.ring_tokens(vllm_config) if "prefill" not in left else 0
-        v2 = vllm_config.use_v2_model_runner
-        stay = self.buffered and self.drafts_stay and v2 and align
-        self.room = kvbuffer.room(1 + self.num_spec) if stay else 0
+        needs = [] if self.drafts_stay else ["other layers than Kimi K3's"]
+        needs += kvbuffer.rows_lack(vllm_config, cached=True)
+        seldom = needs if self.buffered else [""]
+        self.room = 0 if seldom else load.room(1 + self.num_spec)
         missing = start.missing(self, start.small_pool(self), left)
-        if missing and self.room:  # then its accepted drafts are folded after each verify
-            self.room, missing = 0, start.missing(self, start.small_pool(self), left)
+        if missing and self.room:
+            self.room, seldom = 0, [load.why(missing)]
+            missing = start.missing(self, start.small_pool(self), left)
         self._refuse(missing | left)
         process.layers.add(self)
         where = "decode: {}; prefill: {}".format(*process.routes(self))
@@ -91,7 +93,11 @@ class Core(Recurrence, abstract.MambaBase):
                 switch = kvbuffer.RING if self.ring else kvbuffer.DRAFTS
                 raise RuntimeError(f"{switch}=1: {self.prefix} needs {'; '.join(missing)}")
         if self.buffered:
+            v2 = vllm_config.use_v2_model_runner
             (commit.at_recoverssm_seam if v2 else kvbuffer.fold_after_sampling)()
+            if not self.room:
+                folds = f"gated_delta folds drafts after every verify; seldom needs {seldom[0]}"
+                process.logger().info_once(folds)
         if problem.CHECK:
             checking.start(vllm_config)
         if tokens := self.ring or self.room:
