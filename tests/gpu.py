@@ -144,7 +144,7 @@ def paths_here(*paths):
 def prefill_path(path, sms=None):
     """Every prefill in the block takes a path: a kind of schedule, or a number of segments.
 
-    A call that has no kernels for it takes tiles. Four segments are joined. On 3 SMs persistent
+    A call that has no kernels for it takes tiles. "joined" has four segments. On 3 SMs persistent
     CTAs scan several heads, and prepare's CTAs take all value heads of a k head.
     """
     kind, segments = ("segments", path) if isinstance(path, int) else (path, 1)

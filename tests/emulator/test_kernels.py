@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import random
 from dataclasses import replace
 from unittest import mock
 
@@ -28,7 +29,7 @@ from gpu import (
     workspace_after,
 )
 
-from . import Fault, device, emulated
+from . import Fault, device, emulated, machine
 from .calls import (
     DELAYS,
     FEW_HEADS,
@@ -571,6 +572,33 @@ def test_segments_of_packed_sequences_in_a_pool(path, axis, kernels):
     for x, y, dim in zip(results, run("reference"), (2, 1, 2), strict=True):
         for head in range(2):
             assert relative_error(x.select(dim, head), y.select(dim, head)) <= 3e-3
+
+
+class LateFirst(random.Random):
+    """CTAs of first segments, of two heads, wait for 500 turns of the others."""
+
+    turns = 0
+
+    def sample(self, warps, k):
+        self.turns += 1
+        if self.turns <= 500:
+            warps = [warp for warp in warps if warp.block.index[0] >= 4]
+        return super().sample(warps, -(-len(warps) // 2))
+
+
+@pytest.mark.parametrize("path", ["joined"], indirect=True)
+def test_first_segments_read_a_pool_before_the_last_writes(path, kernels, monkeypatch):
+    """Of two heads one forgets: its last segment ends first."""
+    one = decaying("channel", 4 * 64, (-1.4, -1e-3))
+    del one["output_final_state"]
+    start = torch.randn(1, 2, 128, 128)
+    state, slots = start.clone(), torch.tensor([0])
+    with emulated(kernels, delay=0.1):
+        monkeypatch.setattr(machine.random, "Random", LateFirst)
+        o, _ = gd.prefill(**one, state=state, state_indices=slots, backend="cute")
+    want, _ = gd.prefill(**one, state=start, state_indices=slots, backend="reference")
+    assert largest_head_error(o, want, 2) <= 3e-3
+    assert largest_head_error(state, start, 1) <= 3e-3
 
 
 def transition(one, head, chunk):

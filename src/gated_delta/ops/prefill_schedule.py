@@ -109,11 +109,24 @@ class Call(NamedTuple):
 
     @property
     def joined_segments(self) -> int:
-        """The same where no states pass between segments, which may be half as long."""
+        """The same of short sequences of KDA, where passing states on costs more than it saves."""
         length = self.tokens // max(self.sequences, 1)
-        if not self.ctas or length < 2 * SHORT_SEGMENT:
+        if not self.ctas or not JOINED.supports(self.problem, self.sequences, self.gpu):
             return 1
-        return min(self.sms // self.ctas, 2 * length // SHORT_SEGMENT, MAX_SHORT_SEGMENTS)
+        most = min(self.sms // self.ctas, MAX_SHORT_SEGMENTS)
+        too_long = most * self.longest >= MAX_SHORT_SEGMENTS * MIN_SEGMENTED["channel"]
+        if too_long or length < 2 * SHORT_SEGMENT:
+            return 1
+        return min(most, 2 * length // SHORT_SEGMENT)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether one sequence leaves SMs for prepare beside the scan by tiles."""
+        if self.sequences != 1 or self.ctas > SCAN_SHARE * self.sms:
+            return False
+        if self.problem.axis == "channel":
+            return -(-self.tokens // CHUNK) * self.problem.HV > MIN_ROUNDS * self.sms
+        return self.tokens >= MIN_OVERLAPPED * max(self.group, 2)
 
     @property
     def fused_fills(self) -> bool:
@@ -160,6 +173,13 @@ RULES = (
         "26 % faster than tiles",
     ),
     Rule(
+        JOINED,
+        f"KDA, few heads, short sequences: SMs for 2 segments of each, for {MIN_SEGMENTS} if "
+        "overlapped would do",
+        lambda c: c.joined_segments >= (MIN_SEGMENTS if c.overlaps else 2),
+        "; H100 8/8, 1 x 1024: 20 to 32 us, tiles 31",
+    ),
+    Rule(
         SEGMENTS,
         f"few heads, long sequences: SMs for {MIN_SEGMENTS} segments of each, 2 without wgmma",
         lambda c: c.segments >= (MIN_SEGMENTS if c.gpu.level == "sm_90a" else 2),
@@ -174,22 +194,8 @@ RULES = (
     Rule(
         OVERLAPPED,
         f"one long sequence, CTAs of the scan on at most {SCAN_SHARE:.0%} of the SMs",
-        lambda c: (
-            c.sequences == 1
-            and c.ctas <= SCAN_SHARE * c.sms
-            and (
-                -(-c.tokens // CHUNK) * c.problem.HV > MIN_ROUNDS * c.sms
-                if c.problem.axis == "channel"
-                else c.tokens >= MIN_OVERLAPPED * max(c.group, 2)
-            )
-        ),
+        lambda c: c.overlaps,
         "KDA 32/32, 1 x 8192: 228 us, tiles 290",
-    ),
-    Rule(
-        JOINED,
-        "KDA, few heads: SMs for 2 segments of each",
-        lambda c: c.joined_segments >= 2,
-        "8/8, 1 x 1024",
     ),
     Rule(TILES, "all others", lambda c: True, ""),
 )

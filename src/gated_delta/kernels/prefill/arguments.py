@@ -29,7 +29,7 @@ MAX_RAW_SEQUENCES = 32
 """Sequences of prepare_raw overlapped with scan_raw: a warp has one in each lane."""
 
 # Words of the workspace's region `counters`. Joined segments have a word for each chunk of a head:
-# a sequence's first counts the warps that have read its initial state.
+# that of a sequence's first chunk counts the warps that have read the initial state.
 CTA_QUEUE = 0  # work tiles taken (persistent CTAs), or CTAs that have started (overlapped)
 ITEM_QUEUE = 1  # overlapped: chunks of a head taken by the warpgroups that prepare
 SCANNED = 2  # overlapped: chunks that scanning CTAs have started

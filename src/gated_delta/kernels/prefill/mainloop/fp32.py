@@ -57,18 +57,20 @@ class MainloopFp32:
         self.recomputes, self.on_grid, self.joined = recomputes, on_grid, joined
 
     @cute.jit
-    def scan(self, args, coord, windows=False, load_state=None, before_final=None):
+    def scan(self, args, coord, windows=False, load_state=None, frag=None, before_final=None):
         """Scan a work tile, from its initial to its final state. windows: of the scan.
 
-        load_state: (args, coord, state) -> None, else the call's initial state. before_final:
-        (args, coord) -> None, in front of the final state's stores.
+        load_state: (args, coord, state) -> None, else the call's initial state. frag: fragments
+        with the initial state. before_final: (args, coord) -> None, in front of the final state's
+        stores.
         """
-        frag = self.products.make_fragments(coord)
-        if cutlass.const_expr(load_state is None):
-            rows = state.state_coord(coord.v_row, coord.thread)
-            self.states.load_initial(args, coord.work, rows, frag.state)
-        else:
-            load_state(args, coord, frag.state)
+        if cutlass.const_expr(frag is None):
+            frag = self.products.make_fragments(coord)
+            if cutlass.const_expr(load_state is None):
+                rows = state.state_coord(coord.v_row, coord.thread)
+                self.states.load_initial(args, coord.work, rows, frag.state)
+            else:
+                load_state(args, coord, frag.state)
         checkpoint = Int32(0)
         if cutlass.const_expr(self.checkpoints):
             checkpoint = coord.first_stored
