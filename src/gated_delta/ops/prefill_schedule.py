@@ -12,17 +12,7 @@ from typing import NamedTuple
 from ..gpus import Gpu
 from ..kernels.prefill.arguments import CHUNK
 from ..problem import Problem
-from .prefill_kinds import (
-    FUSED,
-    GRID,
-    JOINED,
-    OVERLAPPED,
-    RAW,
-    RAW_OVERLAPPED,
-    SEGMENTS,
-    TILES,
-    Kind,
-)
+from .prefill_kinds import FUSED, GRID, OVERLAPPED, RAW, RAW_OVERLAPPED, SEGMENTS, TILES, Kind
 
 # Load imbalance: chunks of the longest sequence over the chunks of all heads per SM.
 MAX_IMBALANCE = 2.0
@@ -49,8 +39,7 @@ class Schedule(NamedTuple):
 
     @property
     def label(self) -> str:
-        name = f" {self.kind.name}" if self.kind.joined else ""
-        return f"{self.segments}{name} segments" if self.segments > 1 else self.kind.name
+        return f"{self.segments} segments" if self.segments > 1 else self.kind.name
 
     def __str__(self) -> str:
         return f"{self.label}: {self.rule}" if self.rule else self.label
@@ -108,27 +97,6 @@ class Call(NamedTuple):
         return min(self.sms // self.ctas, max(length // SEGMENT_TOKENS, short))
 
     @property
-    def joined_segments(self) -> int:
-        """The same of short sequences of KDA, where passing states on costs more than it saves."""
-        length = self.tokens // max(self.sequences, 1)
-        if not self.ctas or not JOINED.supports(self.problem, self.sequences, self.gpu):
-            return 1
-        most = min(self.sms // self.ctas, MAX_SHORT_SEGMENTS)
-        too_long = most * self.longest >= MAX_SHORT_SEGMENTS * MIN_SEGMENTED["channel"]
-        if too_long or length < 2 * SHORT_SEGMENT:
-            return 1
-        return min(most, 2 * length // SHORT_SEGMENT)
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether one sequence leaves SMs for prepare beside the scan by tiles."""
-        if self.sequences != 1 or self.ctas > SCAN_SHARE * self.sms:
-            return False
-        if self.problem.axis == "channel":
-            return -(-self.tokens // CHUNK) * self.problem.HV > MIN_ROUNDS * self.sms
-        return self.tokens >= MIN_OVERLAPPED * max(self.group, 2)
-
-    @property
     def fused_fills(self) -> bool:
         """Whether rounds of fused's CTAs fill the SMs."""
         rounds = -(-self.heads // self.sms)
@@ -173,13 +141,6 @@ RULES = (
         "26 % faster than tiles",
     ),
     Rule(
-        JOINED,
-        f"KDA, few heads, short sequences: SMs for 2 segments of each, for {MIN_SEGMENTS} if "
-        "overlapped would do",
-        lambda c: c.joined_segments >= (MIN_SEGMENTS if c.overlaps else 2),
-        "; H100 8/8, 1 x 1024: 20 to 32 us, tiles 31",
-    ),
-    Rule(
         SEGMENTS,
         f"few heads, long sequences: SMs for {MIN_SEGMENTS} segments of each, 2 without wgmma",
         lambda c: c.segments >= (MIN_SEGMENTS if c.gpu.level == "sm_90a" else 2),
@@ -194,7 +155,15 @@ RULES = (
     Rule(
         OVERLAPPED,
         f"one long sequence, CTAs of the scan on at most {SCAN_SHARE:.0%} of the SMs",
-        lambda c: c.overlaps,
+        lambda c: (
+            c.sequences == 1
+            and c.ctas <= SCAN_SHARE * c.sms
+            and (
+                -(-c.tokens // CHUNK) * c.problem.HV > MIN_ROUNDS * c.sms
+                if c.problem.axis == "channel"
+                else c.tokens >= MIN_OVERLAPPED * max(c.group, 2)
+            )
+        ),
         "KDA 32/32, 1 x 8192: 228 us, tiles 290",
     ),
     Rule(TILES, "all others", lambda c: True, ""),
@@ -215,12 +184,8 @@ def rule_of(call: Call) -> Rule:
 
 def schedule_of(call: Call) -> Schedule:
     rule = rule_of(call)
-    segments = 1
-    if rule.kind.joined:
-        segments = call.joined_segments
-    elif rule.kind.segmented and not rule.kind.on_grid:
-        segments = call.segments
-    return Schedule(rule.kind, segments, rule.condition)
+    has_number = rule.kind.segmented and not rule.kind.on_grid
+    return Schedule(rule.kind, call.segments if has_number else 1, rule.condition)
 
 
 def is_packed(problem: Problem) -> bool:

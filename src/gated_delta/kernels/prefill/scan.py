@@ -19,18 +19,17 @@ from ..device.args import DTYPES
 from ..device.hopper import WARPGROUP
 from .arguments import CHUNK
 from .kernel import PrefillKernel
-from .layout import D, head_chunk, init_shared
+from .layout import D, init_shared
 from .mainloop import grid
 from .mainloop.fp32 import MainloopFp32
 from .mainloop.load_store import LoadStoreWarps, has_values
 from .mainloop.pipeline import LOAD_THREADS, make_stages
-from .mainloop.segments import add_window, ends_sequence, in_place, join_segments, scan_coord
+from .mainloop.segments import add_window, in_place, scan_coord
 from .mainloop.state import load_rows, prefetch_initial_state, segment_state_at, state_coord
 from .mainloop.tile_scheduler import work_of
 
 ROWS = 64  # V rows of a CTA
 STORE_THREADS = 64
-READERS = 4  # warps of a CTA that read an initial state
 
 
 class WarpRole(enum.IntEnum):
@@ -61,9 +60,8 @@ class PrefillScan(PrefillKernel):
         deterministic: bool = False,
         stages: int = 3,
         grid: bool = False,
-        joined: bool = False,
     ):
-        self.on_grid, self.joined = grid, joined
+        self.on_grid = grid
         self.windows, self.checkpoints, self.v_tiles = windows, checkpoints, V // ROWS
         self.state_bytes = V * K * DTYPES[state_dtype].width // 8
         channel, self.threads = axis == "channel", 2 * WARPGROUP
@@ -80,7 +78,6 @@ class PrefillScan(PrefillKernel):
             deterministic=deterministic,
             checkpoints=checkpoints,
             on_grid=grid,
-            joined=joined,
         )
 
     def ctas(self, args):
@@ -108,45 +105,19 @@ class PrefillScan(PrefillKernel):
             work = work_of(args, cta, self.v_tiles)
         chunks = args.size.scan_chunks if self.on_grid else None
         coord = scan_coord(args, work, ROWS, shared, thread % WARPGROUP, group, chunks)
-        if cutlass.const_expr(self.joined):
+        if cutlass.const_expr(self.windows):
             self.prefetch(args, coord)
-            self.run_joined(args, coord, thread)
-        else:
-            if cutlass.const_expr(self.windows):
-                self.prefetch(args, coord)
-                hopper.wait_for_previous_kernel()
-                coord = add_window(args, coord)
-            coord = uniform(coord) if hinted else coord
-            if group >= 0:
-                self.mainloop.scan(args, coord, self.windows, self.load_state)
-            elif thread < WarpRole.STORE * hopper.WARP:
-                self.copies.load(args, coord)
-            else:
-                self.copies.store(args, coord._replace(thread=thread - LOAD_THREADS))
-
-    @cute.jit
-    def run_joined(self, args, coord, thread):
-        """Run the thread's warp role. The first segment's state, and the tiles of its first chunk,
-        are on their way while windows are found."""
-        first = (coord.work.segment == 0) & (coord.first_chunk < coord.end_chunk)
-        if coord.group >= 0:
-            frag = self.mainloop.products.make_fragments(coord)
-            self.load_joined_state(args, coord, first, frag.state)
-            coord = self.join(args, coord)
-            self.mainloop.scan(args, coord, True, frag=frag, before_final=self.wait_for_readers)
+            hopper.wait_for_previous_kernel()
+            coord = add_window(args, coord)
+        if cutlass.const_expr(hinted):
+            first, end = (hopper.warp_uniform(x) for x in (coord.first_chunk, coord.end_chunk))
+            coord = coord._replace(first_chunk=first, end_chunk=end)
+        if group >= 0:
+            self.mainloop.scan(args, coord, self.windows, self.load_state)
         elif thread < WarpRole.STORE * hopper.WARP:
-            hopper.wait_for_previous_kernel()
-            if first & hopper.copies(thread):
-                self.copies.start_tiles(args, coord, coord.first_chunk, 0)
-            self.copies.load(args, self.join(args, coord), started=Int32(first))
+            self.copies.load(args, coord)
         else:
-            hopper.wait_for_previous_kernel()
-            coord = self.join(args, coord)
             self.copies.store(args, coord._replace(thread=thread - LOAD_THREADS))
-
-    def join(self, args, coord):
-        coord = join_segments(args, coord)
-        return coord if self.checkpoints else uniform(coord)
 
     @cute.jit
     def prefetch(self, args, coord):
@@ -178,30 +149,6 @@ class PrefillScan(PrefillKernel):
         hopper.wait_for_previous_kernel()
 
     @cute.jit
-    def load_joined_state(self, args, coord, first, state):
-        """The call's initial state, or zeros. In a pool, count the warps that have read it. first:
-        whether this is the first segment, and has chunks."""
-        if coord.work.segment == 0:
-            rows = state_coord(coord.v_row, coord.thread)
-            self.mainloop.states.load_initial(args, coord.work, rows, state)
-        else:
-            state.fill(0.0)
-        hopper.wait_for_previous_kernel()
-        cute.arch.sync_warp()
-        if first & in_place(args) & (coord.thread % hopper.WARP == 0):
-            ptx.release_increment(readers_at(args, coord.work))
-
-    @cute.jit
-    def wait_for_readers(self, args, coord):
-        """In a pool, wait until the sequence's first CTA has read what the last one overwrites.
-
-        CTAs start in the order of their segments, so the first one runs or has run.
-        """
-        if in_place(args) & (coord.work.segment > 0) & ends_sequence(args, coord):
-            while ptx.load_acquire(readers_at(args, coord.work)) < READERS * self.v_tiles:
-                pass
-
-    @cute.jit
     def load_state_on_grid(self, args, coord, rows, state):
         work = coord.work
         copied = in_place(args) & (grid.whole_segments(args, work) > 0)
@@ -212,14 +159,3 @@ class PrefillScan(PrefillKernel):
             load_rows(at, Float32, D, rows, Int32(has_chunks), state)
         else:
             self.mainloop.states.load_initial(args, work, rows, state)
-
-
-def uniform(coord):
-    """The coord, whose chunks all lanes have in common, in a form that tells the compiler so."""
-    first, end = (hopper.warp_uniform(x) for x in (coord.first_chunk, coord.end_chunk))
-    return coord._replace(first_chunk=first, end_chunk=end)
-
-
-def readers_at(args, work):
-    """Address of the number of warps that have read a head's initial state."""
-    return args.ptr.counters + head_chunk(args, work.sequence.first_slot, work.hv) * 4

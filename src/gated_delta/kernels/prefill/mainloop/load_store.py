@@ -49,9 +49,8 @@ class LoadStoreWarps:
     # ---------------------------------------------------------------------------- load warps
 
     @cute.jit
-    def load(self, args, coord, has_v=True, started=None):
-        """Load each chunk's tiles and values; zeros past the last token or without has_v. started:
-        whether the copies of the first chunk's tiles are."""
+    def load(self, args, coord, has_v=True):
+        """Load each chunk's tiles and values; zeros past the last token or without has_v."""
         thread = coord.thread
         row, vector, step = self.copy_slice(thread, LOAD_THREADS)
         v_at = self.v_address(args, coord.work, Int32(0), vector)
@@ -63,8 +62,6 @@ class LoadStoreWarps:
             stage, phase = self.stages.values.locate(c - coord.first_chunk)
             self.stages.values.producer_acquire(coord.shared, stage, phase)
             copies = not self.overlapped and hopper.copies(thread)
-            if cutlass.const_expr(started is not None):
-                copies = copies & ((c > coord.first_chunk) | (started == 0))
             if copies:
                 self.start_tiles(args, coord, c, stage)
             values = coord.shared + self.stages.v + stage * (CHUNK * self.stages.v_pitch)

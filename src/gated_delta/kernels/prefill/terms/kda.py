@@ -131,12 +131,11 @@ class KdaTerms:
             hopper.fence_async_proxy()  # TMA overwrites the operands
         ahead = worker.sync_and_load_ahead(args, coord)
         self.inverse.invert_below(coord, head.tinv)
+        if cutlass.const_expr(self.bound is not None):
+            self.bound.add_tinv(coord, head.tinv)
         worker.store_ahead(args, ahead)
         common.store_terms(args, coord, coord.hv, head, worker)
         if cutlass.const_expr(self.bound is not None):
-            # While the copies of Tinv and Aqk run.
-            self.bound.add_tinv(coord, head.tinv)
-            worker.sync()
             self.bound.store(args, coord)
 
     def has_tokens(self, coord):
