@@ -77,34 +77,41 @@ class Core(Recurrence, abstract.MambaBase):
         needs += kvbuffer.rows_lack(vllm_config, cached=True)
         seldom = needs if self.buffered else [""]
         self.room = 0 if seldom else load.room(1 + self.num_spec)
-        missing = start.missing(self, start.small_pool(self), left)
-        if missing and self.room:
-            self.room, seldom = 0, [load.why(missing)]
-            missing = start.missing(self, start.small_pool(self), left)
-        self._refuse(missing | left)
+        refused = start.missing(self, start.small_pool(self), left)
+        if refused and self.room:
+            self.room, seldom = 0, [load.why(refused)]
+            refused = start.missing(self, start.small_pool(self), left)
+        self._refuse(refused | left)
         process.layers.add(self)
         where = "decode: {}; prefill: {}".format(*process.routes(self))
         process.logger().info_once(
             f"gated_delta {__version__}, backend {BACKEND}, in {self.name}: {where}"
         )
         if self.buffered or self.ring:
-            missing = kvbuffer.lacks(self, super().get_attn_backend(), vllm_config)
-            if missing:
-                switch = kvbuffer.RING if self.ring else kvbuffer.DRAFTS
-                raise RuntimeError(f"{switch}=1: {self.prefix} needs {'; '.join(missing)}")
-        if self.buffered:
-            v2 = vllm_config.use_v2_model_runner
-            (commit.at_recoverssm_seam if v2 else kvbuffer.fold_after_sampling)()
-            if not self.room:
+            self._use_kvbuffer(super().get_attn_backend())
+            if self.buffered and not self.room:
                 folds = f"gated_delta folds drafts after every verify; seldom needs {seldom[0]}"
                 process.logger().info_once(folds)
         if problem.CHECK:
             checking.start(vllm_config)
+
+    def _use_kvbuffer(self, backend: Any) -> None:
+        """Hooks into vLLM for drafts in a KVBuffer, or for the ring. backend: vLLM's for the layer.
+
+        Raises RuntimeError naming what they lack.
+        """
+        config = self.vllm_config
+        if missing := kvbuffer.lacks(self, backend, config):
+            switch = kvbuffer.RING if self.ring else kvbuffer.DRAFTS
+            raise RuntimeError(f"{switch}=1: {self.prefix} needs {'; '.join(missing)}")
+        if self.buffered:
+            v2 = config.use_v2_model_runner
+            (commit.at_recoverssm_seam if v2 else kvbuffer.fold_after_sampling)()
         if tokens := self.ring or self.room:
             ring.follow_requests()
-            sizes, drafts = vllm_config.scheduler_config, 1 + self.num_spec if self.room else 0
+            sizes, drafts = config.scheduler_config, 1 + self.num_spec if self.room else 0
             most = sizes.max_num_seqs, sizes.max_num_batched_tokens
-            self.rows = ring.of(vllm_config) or ring.Rows(tokens, drafts, *most, DEVICE)
+            self.rows = ring.of(config) or ring.Rows(tokens, drafts, *most, DEVICE)
 
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
         super().bind_kv_cache(kv_cache)
