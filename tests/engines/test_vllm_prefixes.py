@@ -15,7 +15,7 @@ import vllm_steps
 
 from gated_delta import problem
 from gated_delta.integrations.engine import state_check
-from gated_delta.integrations.vllm import commit, kvbuffer
+from gated_delta.integrations.vllm import checking, commit, kvbuffer, process
 
 COMMON = dict(max_num_seqs=6, max_num_batched_tokens=64)
 CASES: dict[str, dict[str, Any]] = dict(
@@ -63,10 +63,10 @@ def test_every_hashed_block(
 def test_drafts_of_kimi_k3(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's metadata and RecoverSSM for K3, our context. Uncached, parts may have one token."""
     monkeypatch.setattr(problem, "CHECK", True)
-    uncached = dict(block=16, enable_prefix_caching=False, max_num_batched_tokens=13)
+    uncached = dict(block=16, enable_prefix_caching=False, max_num_batched_tokens=9)
     options = CASES.get(case, uncached) | dict(k3=True)
     runner = Saving(monkeypatch, 0, **COMMON | options)
-    runner.serve(25)
+    runner.serve(12 if case == "uncached" else 25)
     met = {"part of a prompt", "beside a prompt", "idle"}
     met |= {"one-token part"} if case == "uncached" else {"hit", "past a block", "checked"}
     assert [x for x in met if not runner.seen[x]] == []
@@ -115,6 +115,39 @@ def test_a_wrong_flush_is_reported(fault: str, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(RuntimeError, match=found) as error:
         runner.serve(40)
     assert any(f"request {name}, " in str(error.value) for name in faulty.names)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({}, ""),
+        (dict(mamba_cache_mode="none"), "compares no states: it needs --enable-prefix-caching"),
+        (dict(use_v2_model_runner=False), "it needs VLLM_USE_V2_MODEL_RUNNER=1"),
+        (dict(pipeline_parallel_size=2), "it needs --pipeline-parallel-size 1"),
+        (dict(graphs=True), "GATED_DELTA_CHECK=1 needs --enforce-eager"),
+    ],
+)
+def test_what_the_checking_mode_needs(
+    changed: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A log line says that nothing is compared; graphs of the layers end the start."""
+    case = dict(mamba_cache_mode="align", use_v2_model_runner=True, pipeline_parallel_size=1)
+    case |= dict(graphs=False) | changed
+    config = MagicMock(use_v2_model_runner=case["use_v2_model_runner"])
+    config.cache_config.mamba_cache_mode = case["mamba_cache_mode"]
+    config.parallel_config.pipeline_parallel_size = case["pipeline_parallel_size"]
+    mode = config.compilation_config.cudagraph_mode
+    mode.has_full_cudagraphs.return_value = case["graphs"]
+    log, hook = MagicMock(), MagicMock()
+    monkeypatch.setattr(process, "logger", lambda: log)
+    monkeypatch.setattr(checking, "hook", hook)
+    if case["graphs"]:
+        with pytest.raises(RuntimeError, match=said):
+            checking.start(config)
+    else:
+        checking.start(config)
+        assert [said in str(call) for call in log.warning_once.mock_calls] == [True] * bool(said)
+    assert hook.call_count == (said == "")
 
 
 def test_a_state_without_a_block_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -540,7 +540,7 @@ class Runner(Steps):
         for (text, n), k, answer, first in zip(texts, drafts, answers, inputs.is_prefilling_np):
             s, B = len(text) - n, self.block
             self.seen["part of a prompt"] += not answer
-            self.seen["one-token part"] += not answer and s == 1
+            self.seen["one-token part"] += not answer and s == 1 and n > 0
             if k and not first:
                 end = n + len(answer)
                 self.seen["end of a block"] += end % B == 0
