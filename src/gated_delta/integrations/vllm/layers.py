@@ -45,6 +45,9 @@ from gated_delta.problem import CHECKPOINT_INTERVAL, TAPS, UnsupportedProblem, u
 
 GRID = "get_mamba_prefill_checkpoint_grid"  # not in vLLM 0.32
 BLOCK = 8  # tokens per block of vLLM's prefill convolution
+LEAST_TOKENS = 64
+"""Tokens of a prompt, on average, from which our convolution runs: 64 prompts of 16 tokens take 27
+us on an H100, in vLLM's 18."""
 
 
 class Core(Recurrence, abstract.MambaBase):
@@ -287,7 +290,7 @@ class Core(Recurrence, abstract.MambaBase):
             m.prefill_state_indices = m.non_spec_state_indices_tensor[n:]
             m.prefill_has_initial_state = m.has_initial_state[n:]
             m.prefill_query_start_loc = m.non_spec_query_start_loc[n:] - n
-        decodes, x = None, self._convolve(m, rows[0][n:])
+        decodes, x = None, self._convolve(m, rows[0][n:]) if self._convolves(m) else None
         if x is None:
             decodes, x = self._convolve_all(m, self._qkv(rows[0])).tensor_split([n])
         packed = self._arguments([x, *(y[n:] for y in rows[1:3])], self.kv_cache[1], True)
@@ -314,10 +317,13 @@ class Core(Recurrence, abstract.MambaBase):
         self._count("prefill")
         return decodes
 
+    def _convolves(self, m: Any) -> bool:
+        """Whether our kernel convolves the prefills; a choice by the batch would vary its bits."""
+        long = self.deterministic or m.num_prefill_tokens >= LEAST_TOKENS * m.num_prefills
+        return bool(long and not self.own_convolution)
+
     def _convolve(self, m: Any, rows: Tensor) -> Tensor | None:
         """Our convolution of the prefills' rows, [tokens, D]; None: vLLM's kernel has to run."""
-        if self.own_convolution:
-            return None
         windows, weight, bias, activation = self._convolution()
         x = rows.new_empty(len(rows), len(weight))
         try:
@@ -510,8 +516,8 @@ class Qwen(GDN, QwenGatedDeltaNetAttention):
             )
             return
         (_, HV, V, _), (b, a), m = self.sizes, self.split_ba(ba), self._metadata()
-        prompts = self.gqa_interleaved_layout and (m is None or m.num_prefills > 0)
-        if prompts and not (self.own_convolution or self.refused):
+        prompts = m is None or (m.num_prefills > 0 and self._convolves(m))
+        if self.gqa_interleaved_layout and prompts and not self.refused:
             z = projection.split_interleaved(mixed_qkvz, self.sizes)[3]
             self._run(mixed_qkvz, a, b, core_attn_out, z)
             return
