@@ -348,7 +348,8 @@ def test_checkpoints(make: Any, block: int, models: Any, tmp_path: Path) -> None
         max_num_batched_tokens=1024, enable_prefix_caching=True, block_size=block
     )
     invariant = dict(VLLM_BATCH_INVARIANT=str(int(block == 64)))
-    result = run(tmp_path, model.path, job=dict(rounds=2, grid=True), env=invariant, **engine)
+    job = dict(rounds=2, grid=True) | (dict(prompts_alone=1) if make is qwen3_next else {})
+    result = run(tmp_path, model.path, job=job, env=invariant, **engine)
     assert result.tokens == model.tokens
     assert result.rounds[1]["tokens"] == model.tokens
     assert result.rounds[1]["cached"][3] >= 256
@@ -356,6 +357,7 @@ def test_checkpoints(make: Any, block: int, models: Any, tmp_path: Path) -> None
     assert result.calls.get("windows", 0) == result.calls["checkpoints"]
     if block == 64:
         assert result.calls["short_conv"] == result.calls["prefill"]
+    assert result.calls["whole rows"] == (result.calls["prefill"] if make is qwen3_next else 0)
     assert result.calls["deterministic"] == (result.calls["prefill"] if block == 64 else 0)
     _all_on_gated_delta(result, "prefill", "decode")
 
@@ -603,6 +605,7 @@ def test_rows_behind_the_batch_are_zeros(
     vars(layer).update(in_proj_qkvbfg_a=lambda _: (torch.ones(T, 3 * H * D + H + 2 * D),))
     vars(layer).update(in_proj_qkvz=lambda _: (x,), in_proj_ba=lambda _: (x[:, : 2 * H],))
     vars(layer).update(gqa_interleaved_layout=name == "Next", out_proj=lambda y: (y,))
+    vars(layer).update(whole_rows=name == "Next")
     vars(layer).update(deterministic=True, order=projection.order((H, H, D, D), x.dtype, "cpu"))
     vars(layer).update(qkv_proj=lambda _: (x[:, : 3 * H * D],), b_proj=lambda _: (x[:, :H],))
     vars(layer).update(norm=torch.mul, o_norm=torch.mul, o_proj=lambda y: (y,))
