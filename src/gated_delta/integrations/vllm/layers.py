@@ -493,8 +493,8 @@ class Qwen(GDN, QwenGatedDeltaNetAttention):
             self.enable_fused_gdn_spec_decode = False
         if DEVICE == "cpu" and not self.refused:
             self._forward_method = self.forward_cuda  # it calls the core
-        if self.gqa_interleaved_layout:
-            self.whole_rows = only_prefills(self.vllm_config)
+        if self.gqa_interleaved_layout and only_prefills(self.vllm_config):
+            self.whole_rows = True
             self.order = projection.order(self.sizes, self.inputs, DEVICE)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
