@@ -85,7 +85,10 @@ class Recurrence:
                 weight = torch.empty_like(weight, device=x.device)
             activation = "sigmoid" if norm.activation == "sigmoid" else "silu"  # or "swish"
             gated = GatedNorm(weight, norm.eps, activation)
-            tensors |= dict(z=z[0].reshape(*lead, HV, V), norm=gated)
+            gate_of_norm = z[0].unflatten(0, lead)
+            if not packed or gate_of_norm.is_contiguous():  # prefill alone takes z in groups
+                gate_of_norm = gate_of_norm.reshape(*lead, HV, V)
+            tensors |= dict(z=gate_of_norm, norm=gated)
         gate = gate or self._gate(self.A_log, self.dt_bias)
         flags = dict(beta_logits=True, allow_neg_eigval=bool(self.allow_neg_eigval))
         options = dict(null_index=self.null_index, backend=self.backend)
