@@ -1025,6 +1025,7 @@ class Other(KimiK3KDAAttentionBackend):
 def test_what_a_kvbuffer_needs(
     changed: dict[str, Any], needed: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from gated_delta.integrations.vllm import kimi_k3
     from gated_delta.integrations.vllm import kvbuffer as vllm_kvbuffer
     from gated_delta.integrations.vllm import layers as vllm_layers
 
@@ -1075,7 +1076,8 @@ def test_what_a_kvbuffer_needs(
     else:
         in_kvbuffer = needed is not None
         layer, runner = Layer(), ["second" if case["use_v2_model_runner"] else "first"]
-        ours = vllm_kvbuffer.backend_for(case["backend"])
+        k3 = case["backend"] is KimiK3KDAAttentionBackend
+        ours = kimi_k3.Backend if k3 else vllm_kvbuffer.Backend
         assert (layer.get_attn_backend() is ours) == in_kvbuffer
         rows = ["rows"] * (case["ring"] or case["mamba_cache_mode"] == "align")
         assert hooked == ([] if case["ring"] else runner) * in_kvbuffer + rows * in_kvbuffer

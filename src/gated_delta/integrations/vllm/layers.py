@@ -10,6 +10,7 @@ operation that gated_delta cannot run for a layer. Imports vLLM; `vllm.register`
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -96,7 +97,7 @@ class Core(Recurrence, abstract.MambaBase):
                 folds = f"gated_delta folds drafts after every verify; seldom needs {seldom[0]}"
                 process.logger().info_once(folds)
         if problem.CHECK:
-            checking.start(vllm_config)
+            checking.start(vllm_config, sys.modules[__name__])
 
     def _use_kvbuffer(self, backend: Any) -> None:
         """Hooks into vLLM for drafts in a KVBuffer, or for the ring. backend: vLLM's for the layer.
@@ -174,7 +175,7 @@ class Core(Recurrence, abstract.MambaBase):
     def get_attn_backend(self) -> Any:
         if not envs.VLLM_BATCH_INVARIANT:
             theirs = super().get_attn_backend()
-            return kvbuffer.backend_for(theirs) if self.buffered or self.ring else theirs
+            return _in_kvbuffer(theirs) if self.buffered or self.ring else theirs
         if missing := self._lacks_for_invariance():
             raise RuntimeError(f"VLLM_BATCH_INVARIANT=1: {self.prefix} needs {'; '.join(missing)}")
         # MambaBase's raises: vLLM's kernels vary with the batch.
@@ -478,6 +479,15 @@ def _inputs_of_checkpoints(m: Any) -> tuple[Tensor, Tensor]:
 
 
 @functools.cache
+def _in_kvbuffer(theirs: Any) -> Any:
+    """Ours in place of vLLM's attention backend, for drafts in a KVBuffer or for the ring."""
+    if theirs.get_name() != kvbuffer.KIMI_K3:
+        return kvbuffer.Backend
+    from gated_delta.integrations.vllm import kimi_k3
+
+    return kimi_k3.Backend
+
+
 def _invariant(backend: Any) -> Any:
     """vLLM's attention backend, for layers whose bits do not depend on the batch."""
     contents = dict(supports_batch_invariance=classmethod(lambda _: True), __module__=__name__)
