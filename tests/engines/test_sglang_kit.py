@@ -50,6 +50,7 @@ from sglang.test.kits.attention_unittest.runner_modes import (
     speculative_target_verify_runner as drafts,
 )
 
+from gated_delta.integrations.sglang import conv as sglang_conv
 from gated_delta.integrations.sglang import graphs as sglang_graphs
 from gated_delta.integrations.sglang import kernels as sglang_kernels
 from gated_delta.integrations.sglang import kvbuffer as kvbuffer
@@ -318,8 +319,13 @@ def layer_of(kind, fixture):
         layer.norm = RMSNormGated(attn.head_v_dim, **options)
         width = 2 * heads + qkv + attn.v_dim
     else:
-        parts = [qkv, heads, attn.k_dim, attn.v_dim]
-        layer.forward_qkvbfg_fused = lambda x, *_: x.split(parts, -1)
+        parts = [attn.v_dim, qkv, attn.k_dim, heads, -heads % 8]  # z in aligned rows
+
+        def projected(x, *_):
+            z, qkv, gate, beta, _ = x.split(parts, -1)
+            return qkv, beta, gate, z
+
+        layer.forward_qkvbfg_fused = projected
         layer.do_fuse_qkvbfg, width = True, sum(parts)
         layer.o_norm = FusedRMSNormGated(attn.head_v_dim, activation="sigmoid", **options)
     layer.out_proj = layer.o_proj = Projection(slice(None))
@@ -354,8 +360,8 @@ MODES = [ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY]
     "kind",
     [Qwen3GatedDeltaNet, Split, Qwen3_5GatedDeltaNet, KimiDeltaAttention, Glm5NextLinearAttention],
 )
-def test_decode_includes_a_layers_norm(kind, mode, monkeypatch):
-    """In a decode or verify of ours, once. Behind any other call the layer's norm runs."""
+def test_our_calls_include_a_layers_norm(kind, mode, monkeypatch):
+    """Once. Behind any other call the layer's norm runs."""
     layers = "KDA" if kind in (KimiDeltaAttention, Glm5NextLinearAttention) else "GDN"
     if kind is Split and not CUDA:
         monkeypatch.setattr(qwen3_next, "_is_cpu", False)
@@ -388,29 +394,72 @@ def test_decode_includes_a_layers_norm(kind, mode, monkeypatch):
 
     (expected, _), gate, before = run(), sglang_norm.gate_of(layer), dict(vars(layer))
     sglang_norm.hook(layer)
-    what = {"DECODE": "decode and norm", "EXTEND": "prefill"}.get(mode.name, "verify and norm")
+    op = dict(DECODE="decode", EXTEND="prefill").get(mode.name, "verify")
     result, routes = run()
-    assert routes == {f"{layers} {what} on backend {ROUTE}"}
+    assert routes == {f"{layers} {op} and norm on backend {ROUTE}"}
     torch.testing.assert_close(result, expected, **NEAR)
-    if not mode.is_decode():
+    if mode.is_target_verify():
         return
-    if layers == "GDN":
+    if mode.is_decode() and layers == "GDN":
         compiled, again = run(torch.compile(layer, backend="eager"))
         assert again == routes
         torch.testing.assert_close(compiled, expected, **NEAR)
     if CUDA or layers == "GDN":  # a CPU has no such kernel for KDA
         with monkeypatch.context() as refusing:
-            refusing.setattr(sglang_kernels.api, "decode", refuse)
+            refusing.setattr(sglang_kernels.api, op, refuse)
+            process.state.norms[layer.attn.A_log].applied = True  # a forward did not end
             result, (route,) = run()
-        assert route == f"{layers} decode on the engine's own kernel (ours needs a test)"
+        assert route == f"{layers} {op} on the engine's own kernel (ours needs a test)"
         torch.testing.assert_close(result, expected, **NEAR)
         process.state.refused.clear()
     for name in {*gate.methods, gate.projection} - {""}:  # as if they had other names
         vars(layer).pop(name)
     vars(layer).update(before)
     result, routes = run()
-    assert routes == {f"{layers} decode on backend {ROUTE}"}
+    assert routes == {f"{layers} {op} on backend {ROUTE}"}
     torch.testing.assert_close(result, expected, **NEAR)
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("kind", [Qwen3GatedDeltaNet, Qwen3_5GatedDeltaNet, KimiDeltaAttention])
+def test_a_prompts_norm_with_rows_behind_its_tokens(kind, known, monkeypatch):
+    """Three rows with NaN, cut off if the engine knows of them; Qwen3-Next's gate is not copied.
+
+    A gate in rows that are not aligned gets the layer's norm.
+    """
+    layers = "KDA" if kind is KimiDeltaAttention else "GDN"
+    kit, cases, _ = KITS[layers]
+    case = next(case for case in cases if "ragged" in case.name)
+    fixture = getattr(kit, f"build_{layers.lower()}_attention_fixture")(CASE, case, **SIZES)
+    (layer, x), batch, backend = layer_of(kind, fixture), fixture.forward_batch, fixture.backend
+    cache, total = getattr(kit, f"_clone_{layers.lower()}_cache")(fixture), case.num_input_tokens
+    more = dict(positions=None, zero_allocator=None) if layers == "KDA" else {}
+
+    def run(x):
+        getattr(kit, f"_restore_{layers.lower()}_cache")(fixture, cache)
+        process.state.calls.counts.clear()
+        with torch.no_grad(), forward_context(ForwardContext(attn_backend=backend)):
+            backend.init_forward_metadata(batch)
+            o = layer.forward(hidden_states=x, forward_batch=batch, **more)
+        return o, set(sglang_cpu.routes(process.state.calls))
+
+    layer.attn.activation = "silu"
+    expected, _ = run(x)
+    if kind is Qwen3GatedDeltaNet:
+        monkeypatch.setattr(sglang_conv, "LEAST_TOKENS", 1)
+        sglang_conv.hook(backend.linear_attn_backend, [layer])
+        monkeypatch.setattr(sglang_conv, "copied", None)
+    sglang_norm.hook(layer)
+    batch.extend_num_tokens = total
+    batch.global_num_token_non_padded_cpu = total if known else None
+    o, routes = run(padded(x, 0, 3))
+    assert routes == {f"{layers} prefill and norm on backend {ROUTE}"}
+    torch.testing.assert_close(o[:total], expected, **NEAR)
+    assert not o[total:].any()
+    if kind is not Qwen3GatedDeltaNet:
+        o, routes = run(torch.nn.functional.pad(x, (1, 0))[:, 1:])
+        assert routes == {f"{layers} prefill on backend {ROUTE}"}
+        torch.testing.assert_close(o, expected, **NEAR)
 
 
 @pytest.mark.parametrize(("mode", "known"), [*((mode, False) for mode in MODES), (MODES[1], True)])

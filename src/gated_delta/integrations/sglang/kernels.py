@@ -134,10 +134,10 @@ class Operations:
         engine = None if own_ring else engine  # which would not read the ring
         return self._run("decode", ours, engine, missing, tokens, given, more)
 
-    def _norm(self, tokens: Tokens, given: Given) -> Given:
-        """norm and z [1, T, HV, V] of a layer whose norm our call can include; else nothing."""
+    def _norm(self, tokens: Tokens, given: Given, padded: bool = False) -> Given:
+        """norm and z [1, T, ...] of a layer whose norm our call can include; else nothing."""
         fused = process.state.norms.get(given["A_log"])
-        norm: Given = fused.arguments(tokens[2][0]) if fused else {}
+        norm: Given = fused.arguments(tokens[2][0], padded) if fused else {}
         return norm | dict(z=norm["z"][None]) if norm else norm
 
     def _applied(self, o: Tensor, norm: Given, given: Given) -> Tensor:
@@ -160,11 +160,13 @@ class Operations:
             gate = dict(A_log=A_log, dt_bias=dt_bias)
         missing = "" if "A_log" in gate else "raw gates, not those of multi-item scoring"
         tokens = q, k, v, g, beta
+        # Graphs that break at the layer have the engine's norm, which may have other bits.
+        norm = {} if missing or process.state.deterministic else self._norm(tokens, gate, True)
 
         def ours(backend: str) -> Any:
             bounds, states = given["query_start_loc"], given["ssm_states"]
             N = len(bounds) - 1
-            call = self._raw(tokens, gate)
+            call = self._raw(tokens, gate) | norm
             call |= _pool(given, N) | dict(
                 deterministic=process.state.deterministic,
                 max_seqlen=process.state.max_seqlen.get(bounds),
@@ -182,6 +184,7 @@ class Operations:
             o, _ = api.prefill(**call, cu_seqlens=bounds, out=given.get("output"), backend=backend)
             if track is not None and checkpoints is not track:
                 track.copy_(checkpoints)
+            self._applied(o, norm, gate)
             if gdn:
                 return o, None, None
             return (o, None) if given.get("return_intermediate_states") else o
@@ -193,7 +196,8 @@ class Operations:
                 _copy_tracked(results[2], given)
             return results
 
-        return self._run("prefill", ours, engines, missing, tokens, given)
+        more = " and norm" if norm else ""
+        return self._run("prefill", ours, engines, missing, tokens, given, more)
 
     def target_verify(self, **given: Any) -> Tensor:
         """Drafts q, k, v, packed [1, T, H, D]. The pool stays as it is.

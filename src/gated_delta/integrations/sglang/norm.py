@@ -1,4 +1,4 @@
-"""The gated norm of SGLang's layers in our decode and verify, in place of a kernel behind them.
+"""The gated norm of SGLang's layers in our operations, in place of a kernel behind them.
 
 A layer projects the norm's gate before the recurrence. With hooks, our call gets the gate from the
 projection, and the norm returns what that call has normalised. After any other call it runs as
@@ -46,7 +46,8 @@ ACTIVATIONS = dict(silu="silu", swish="silu", sigmoid="sigmoid")
 class FusedNorm:
     """A layer's norm with hooks.
 
-    z: its gate [T, HV, V], from the projection to the norm. applied: our call has the norm applied.
+    z: its gate [T, HV, V] or [T, H, HV / H, V], from the projection to the norm. applied: our call
+    has the norm applied.
     """
 
     def __init__(self, norm: Any):
@@ -54,12 +55,27 @@ class FusedNorm:
         self.z: Tensor | None = None
         self.applied = False
 
-    def arguments(self, v: Tensor) -> dict[str, Any]:
-        """z [T, HV, V] and norm, for v [T, HV, V]; none if no gate was projected for these rows."""
-        if self.z is None or (self.z.shape, self.z.dtype) != (v.shape, v.dtype):
+    def project(self, z: Tensor) -> None:
+        """A forward of the layer has projected the gate."""
+        self.z, self.applied = z, False
+
+    def arguments(self, v: Tensor, padded: bool = False) -> dict[str, Any]:
+        """z and norm, for v [T, HV, V]; none if no gate was projected for these rows.
+
+        padded: v may have the first rows of z alone, and z may not be aligned for prefill.
+        """
+        z = self.z
+        if z is None or z.dtype != v.dtype or z.shape[1:].numel() != v.shape[1:].numel():
+            return {}
+        if padded:
+            steps = (stride * z.element_size() for stride in z.stride()[:-1])
+            if len(z) < len(v) or z.data_ptr() % 16 or any(step % 16 for step in steps):
+                return {}
+            z = z[: len(v)]
+        elif z.shape != v.shape:
             return {}
         activation = ACTIVATIONS[self.norm.activation]
-        return dict(z=self.z, norm=GatedNorm(self.norm.weight, self.norm.eps, activation))
+        return dict(z=z, norm=GatedNorm(self.norm.weight, self.norm.eps, activation))
 
     def run(self, x: Tensor, *gate: Any, **options: Any) -> Tensor:
         """The norm's `forward`."""
@@ -90,7 +106,7 @@ def hook(layer: Any) -> None:
     def projected(method: Callable[..., Any], *inputs: Any) -> Any:
         results = method(*inputs)
         z = results[gate.place]
-        fused.z = z if z.dim() == 3 else z[:, -HV * V :].unflatten(1, (HV, V))
+        fused.project(z if z.dim() == 3 else z[:, -HV * V :].unflatten(1, (HV, V)))
         return results
 
     def before_split(method: Callable[..., Any], *inputs: Any) -> Any:
@@ -109,4 +125,4 @@ def hook(layer: Any) -> None:
 def _after_split(results: Any, *_: Any, **__: Any) -> None:
     fused, process.state.splitting = process.state.splitting, None
     if fused is not None:
-        fused.z = results[1]
+        fused.project(results[1])

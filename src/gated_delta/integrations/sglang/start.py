@@ -16,7 +16,7 @@ from gated_delta.problem import GatedNorm, KVBuffer, ShortConv, UnsupportedProbl
 class Layer(NamedTuple):
     """A linear layer on this rank: "GDN" or "KDA", heads, head dims, the dtype of its tokens.
 
-    norm: decode and verify include its gated norm.
+    norm: our calls include its gated norm.
     """
 
     layers: str
@@ -80,9 +80,11 @@ class Layer(NamedTuple):
         prompt |= dict(cu_seqlens=bounds(process.CHUNK), deterministic=process.state.deterministic)
         norm = GatedNorm(torch.ones(self.V, dtype=self.dtype, device=device))
 
-        def steps(T: int) -> dict[str, Any]:
-            tokens = self.tokens(T, device) | pool
+        def normed(tokens: dict[str, Any]) -> dict[str, Any]:
             return tokens | (dict(z=tokens["v"], norm=norm) if self.norm else {})
+
+        def steps(T: int) -> dict[str, Any]:
+            return normed(self.tokens(T, device) | pool)
 
         decode = steps(1)
         calls = dict(decode=[("decode", decode)], prefill=[("prefill", prompt)])
@@ -96,6 +98,8 @@ class Layer(NamedTuple):
             checkpoints = state.new_zeros(1, 1, *state.shape[1:])
             more = dict(checkpoint_lens=zero[:, None], checkpoints=checkpoints)
             calls["prefill"].append(("prefill", prompt | more))
+        if self.norm and not process.state.deterministic:
+            calls["prefill"] += [(op, normed(given)) for op, given in calls["prefill"]]
         if self.layers == "GDN" and not process.state.deterministic:
             calls["prefill"].append(("short_conv", self.convolution(prompt)))
         in_kvbuffer = isinstance(scratch, KVBuffer)
@@ -182,7 +186,7 @@ def check(backend: Any, runner: Any) -> None:
         graphs.limit(backend)
     if process.state.deterministic and "prefill" in served:
         cuts.align()
-    for module in modules if served & {"decode", "verify"} else ():
+    for module in modules if served else ():
         norm.hook(module)
     if ours:  # all modes at once, so that an error names every missing kernel
         load.load(ours, ours[0][1]["state"].device)
