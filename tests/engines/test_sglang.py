@@ -1587,13 +1587,21 @@ def test_engine_under_tensor_parallelism(qwen3_5, expected, tmp_path):
     run.looked_for_what_it_needs()
 
 
+def unused_norm(model):
+    """Ling's projection has beta between, so that with two heads the gate of its norm is unaligned:
+    no prompt of ours has its norm."""
+    return "prefill_norm" if model.name == "ling" else ()
+
+
 def test_engine_with_kda_layers(kda, tmp_path):
     model, tokens = kda
     engine = dict(mamba_radix_cache_strategy="no_buffer", enable_fp32_lm_head=True)
     run = Run(model, tmp_path, OURS | engine)
-    run.looked_for_what_it_needs()
+    run.looked_for_what_it_needs(unused_norm(model))
     assert run.tokens(0) == run.tokens(1) == [one[:NEW] for one in tokens]
-    assert run.ran.keys() == {route.replace("GDN", "KDA") for route in BOTH}
+    prefill = PREFILL.replace(" and norm", "") if unused_norm(model) else PREFILL
+    routes = {"GDN decode and norm on backend reference", prefill}
+    assert run.ran.keys() == {route.replace("GDN", "KDA") for route in routes}
 
 
 def test_engine_convolves_whole_rows(qwen3_next, tmp_path):
@@ -1728,4 +1736,4 @@ def test_engine_with_kda_layers_in_a_ring(kda, tmp_path):
     model, tokens = kda
     run = InRing(model, tmp_path, dict(enable_fp32_lm_head=True, disable_overlap_schedule=False))
     run.agrees_with(tokens)
-    run.looked_for_what_it_needs()
+    run.looked_for_what_it_needs(unused_norm(model))

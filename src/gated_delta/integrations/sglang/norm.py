@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from gated_delta.integrations.checks import has_aligned_rows
 from gated_delta.integrations.sglang import process
 from gated_delta.ops.launch import MAX_NORM
 from gated_delta.problem import GatedNorm
@@ -68,8 +69,7 @@ class FusedNorm:
         if z is None or z.dtype != v.dtype or z.shape[1:].numel() != v.shape[1:].numel():
             return {}
         if padded:
-            steps = (stride * z.element_size() for stride in z.stride()[:-1])
-            if len(z) < len(v) or z.data_ptr() % 16 or any(step % 16 for step in steps):
+            if len(z) < len(v) or not has_aligned_rows(z):
                 return {}
             z = z[: len(v)]
         elif z.shape != v.shape:

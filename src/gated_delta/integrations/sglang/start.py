@@ -76,8 +76,6 @@ class Layer(NamedTuple):
         pool = dict(
             state=state, state_indices=zero, null_index=0, backend=process.backend_for(state)
         )
-        prompt = self.tokens(process.CHUNK, device) | pool
-        prompt |= dict(cu_seqlens=bounds(process.CHUNK), deterministic=process.state.deterministic)
         norm = GatedNorm(torch.ones(self.V, dtype=self.dtype, device=device))
 
         def normed(tokens: dict[str, Any]) -> dict[str, Any]:
@@ -86,6 +84,9 @@ class Layer(NamedTuple):
         def steps(T: int) -> dict[str, Any]:
             return normed(self.tokens(T, device) | pool)
 
+        prompt = self.tokens(process.CHUNK, device) | pool
+        prompt = prompt if process.state.deterministic else normed(prompt)
+        prompt |= dict(cu_seqlens=bounds(process.CHUNK), deterministic=process.state.deterministic)
         decode = steps(1)
         calls = dict(decode=[("decode", decode)], prefill=[("prefill", prompt)])
         if ring and not kernels.ring_lacks(ring):
@@ -98,8 +99,6 @@ class Layer(NamedTuple):
             checkpoints = state.new_zeros(1, 1, *state.shape[1:])
             more = dict(checkpoint_lens=zero[:, None], checkpoints=checkpoints)
             calls["prefill"].append(("prefill", prompt | more))
-        if self.norm and not process.state.deterministic:
-            calls["prefill"] += [(op, normed(given)) for op, given in calls["prefill"]]
         if self.layers == "GDN" and not process.state.deterministic:
             calls["prefill"].append(("short_conv", self.convolution(prompt)))
         in_kvbuffer = isinstance(scratch, KVBuffer)

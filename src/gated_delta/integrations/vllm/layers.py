@@ -1,8 +1,8 @@
 """vLLM's GDN and KDA layers with their core on gated_delta.
 
 A layer's core is its short convolution, which stays vLLM's kernel, and the recurrence, on vLLM's
-cache in place. decode includes the gated norm after it if the layer passes the norm's gate to its
-core (Qwen3-Next, Qwen3.5, KDA). Projections, other norms, caches and scheduling stay with vLLM, and
+cache in place. It includes the gated norm after it if the layer passes the norm's gate to its core
+(Qwen3-Next, Qwen3.5, KDA). Projections, other norms, caches and scheduling stay with vLLM, and
 so does an operation that gated_delta cannot run for a layer. Imports vLLM; `vllm.register` imports
 it.
 """
@@ -35,7 +35,7 @@ from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 
 from gated_delta import __version__, api
 from gated_delta.compile import flag
-from gated_delta.integrations.checks import in_chunks
+from gated_delta.integrations.checks import has_aligned_rows, in_chunks
 from gated_delta.integrations.vllm import commit, cuts, kvbuffer, process, start
 from gated_delta.integrations.vllm.calls import Recurrence
 from gated_delta.integrations.vllm.start import BACKEND, DEVICE
@@ -176,7 +176,7 @@ class Core(Recurrence, abstract.MambaBase):
         return (self.conv1d.weight.shape[0] - HV * V) // (2 * K)  # the convolution's other channels
 
     def _passes_gate(self) -> bool:
-        """Whether the core gets the gate of the norm after it, and decode has such a norm."""
+        """Whether the core gets the gate of the norm after it, and we have such a norm."""
         return False
 
     def _refuse(self, reasons: dict[str, str]) -> None:
@@ -286,7 +286,9 @@ class Core(Recurrence, abstract.MambaBase):
             m.prefill_state_indices = slots[n:]
             m.prefill_has_initial_state = m.has_initial_state[n:]
             m.prefill_query_start_loc = m.non_spec_query_start_loc[n:] - n
-        packed = self._arguments([y[n:] for y in (x, *rows[1:3])], self.kv_cache[1], True)
+        fused = all(map(has_aligned_rows, rows[3:]))
+        others = rows[1:] if fused else rows[1:3]
+        packed = self._arguments([y[n:] for y in (x, *others)], self.kv_cache[1], True)
         packed |= dict(
             deterministic=self.deterministic,
             state_indices=m.prefill_state_indices,
@@ -308,7 +310,7 @@ class Core(Recurrence, abstract.MambaBase):
                 cu_seqlens=m.non_spec_query_start_loc,
             )
         api.prefill(**packed, out=out[None, n:])
-        for z in rows[3:]:
+        for z in () if fused else rows[3:]:
             self._normalise(out[n:], z[n:])
         self._count("prefill")
         return x
