@@ -10,13 +10,13 @@ from torch import Tensor
 from gated_delta.integrations.checks import gate_of
 from gated_delta.integrations.engine import card_check, load
 from gated_delta.integrations.sglang import conv, cuts, graphs, kernels, norm, process
-from gated_delta.problem import GatedNorm, KVBuffer, ShortConv, UnsupportedProblem
+from gated_delta.problem import FP8, GatedNorm, KVBuffer, ShortConv, UnsupportedProblem
 
 
 class Layer(NamedTuple):
     """A linear layer on this rank: "GDN" or "KDA", heads, head dims, the dtype of its tokens.
 
-    norm: our calls include its gated norm.
+    norm: our calls include its gated norm. fp8: they also quantise its results.
     """
 
     layers: str
@@ -27,6 +27,7 @@ class Layer(NamedTuple):
     dtype: torch.dtype
     lower_bound: float | None = None
     norm: bool = False
+    fp8: bool = False
 
     def tokens(self, T: int, device: torch.device) -> dict[str, Any]:
         """A packed sequence of T tokens."""
@@ -120,6 +121,15 @@ class Layer(NamedTuple):
         return calls
 
 
+def in_fp8(calls: list[load.Call]) -> list[load.Call]:
+    """The calls with a norm, with outputs in FP8."""
+    normed = [(op, given, given["v"]) for op, given in calls if "z" in given]
+    return [
+        (op, given | dict(out=v.to(FP8), out_scales=v.new_zeros(v.shape[:-1], dtype=torch.float32)))
+        for op, given, v in normed
+    ]
+
+
 def check(backend: Any, runner: Any) -> None:
     """Loads the kernels that the layers of a new attention backend launch in our modes.
 
@@ -140,9 +150,10 @@ def check(backend: Any, runner: Any) -> None:
     modules = [x for x in model.modules() if hasattr(x, "attn")] if model is not None else []
     modules = [module for module in modules if isinstance(module.attn, RadixLinearAttention)]
     for module in modules:
-        attn, fused = module.attn, norm.gate_of(module) is not None
+        attn, gate = module.attn, norm.gate_of(module)
+        fused = gate is not None, gate is not None and norm.takes_fp8(module, gate)
         heads = attn.num_k_heads, attn.num_v_heads, attn.head_k_dim, attn.head_v_dim
-        layer_ids[Layer(kind, *heads, runner.dtype, attn.lower_bound, fused)] = attn.layer_id
+        layer_ids[Layer(kind, *heads, runner.dtype, attn.lower_bound, *fused)] = attn.layer_id
     ours: list[load.Call] = []
     for layer, layer_id in layer_ids.items():
         caches = runner.req_to_token_pool.mamba2_layer_cache(layer_id)
@@ -164,7 +175,7 @@ def check(backend: Any, runner: Any) -> None:
             folds=own_ring is not None,
         )
         for mode in sorted(process.chosen() & by_mode.keys()):
-            calls = by_mode[mode]
+            calls = by_mode[mode] + (in_fp8(by_mode[mode]) if layer.fp8 else [])
             refused = load.refused(calls) or card_check.failing(calls, process.LOG)
             if refused:
                 why = process.state.left[kind, mode] = load.why(refused)
