@@ -22,8 +22,8 @@ def too_many(drafts: int) -> dict[str, str]:
 class Recurrence:
     """A linear layer on this rank, as our operations see it.
 
-    sizes: H, HV, V, K. channels: the gate has K channels. num_spec: draft tokens. fuses_norm:
-    decode includes the gated norm. aligned: prefill also keeps states inside a prompt.
+    sizes: H, HV, V, K. channels: the gate has K channels. num_spec: draft tokens. fuses_norm: our
+    operations include the gated norm. aligned: prefill also keeps states inside a prompt.
     allow_neg_eigval: beta is 2 sigmoid(b). buffered: drafts go to a KVBuffer. ring: decode keeps so
     many tokens in one, in a request's row; 0: none. room: tokens of a row in which accepted drafts
     stay; 0: they do not. kvbuffer: of either, once there is one. Gate weights A_log, dt_bias: any
@@ -69,7 +69,7 @@ class Recurrence:
     ) -> dict[str, Any]:
         """An operation's arguments for tokens: packed sequences, or one token a sequence.
 
-        rows: x after the convolution, g, beta, and z if decode includes the norm.
+        rows: x after the convolution, g, beta, and z if the operation includes the norm.
         """
         (H, HV, V, K), (x, g, beta, *z) = self.sizes, rows
         lead = (1, len(x)) if packed else (len(x), 1)
@@ -137,7 +137,7 @@ class Recurrence:
             cases.append(("prefill", tokens, prefill | checkpoints))
 
         def call(op: str, n: int, options: dict[str, Any]) -> load.Call:
-            inputs = [x[:n] for x in rows[: 3 if op == "prefill" else 4]]
+            inputs = [x[:n] for x in rows]
             return op, self._arguments(inputs, pool, "cu_seqlens" in options, gate) | options
 
         weight = pool.new_empty(rows[0].shape[1], TAPS, dtype=self._conv_dtype())

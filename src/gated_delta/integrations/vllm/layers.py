@@ -1,7 +1,7 @@
 """vLLM's GDN and KDA layers with their core on gated_delta.
 
 A layer's core is its short convolution and the recurrence, on vLLM's cache in place. Prompts are
-convolved by `short_conv`, on views of the projection; decodes and drafts by vLLM's kernel. decode
+convolved by `short_conv`, on views of the projection; decodes and drafts by vLLM's kernel. The core
 includes the gated norm after it if the layer passes the norm's gate to its core (Qwen3-Next,
 Qwen3.5, KDA). Projections, other norms, caches and scheduling stay with vLLM, and so does an
 operation that gated_delta cannot run for a layer. Imports vLLM; `vllm.register` imports it.
@@ -36,7 +36,7 @@ from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 
 from gated_delta import __version__, api, problem
 from gated_delta.compile import flag
-from gated_delta.integrations.checks import in_chunks
+from gated_delta.integrations.checks import has_aligned_rows, in_chunks
 from gated_delta.integrations.engine import load, projection
 from gated_delta.integrations.vllm import checking, commit, cuts, kvbuffer, process, ring, start
 from gated_delta.integrations.vllm.calls import Recurrence
@@ -200,7 +200,7 @@ class Core(Recurrence, abstract.MambaBase):
         return (self.conv1d.weight.shape[0] - HV * V) // (2 * K)  # the convolution's other channels
 
     def _passes_gate(self) -> bool:
-        """Whether the core gets the gate of the norm after it, and decode has such a norm."""
+        """Whether the core gets the gate of the norm after it, and we have such a norm."""
         return False
 
     def _refuse(self, reasons: dict[str, str]) -> None:
@@ -313,7 +313,9 @@ class Core(Recurrence, abstract.MambaBase):
         decodes, x = None, self._convolve(m, rows[0][n:]) if self._convolves(m) else None
         if x is None:
             decodes, x = self._convolve_all(m, self._qkv(rows[0])).tensor_split([n])
-        packed = self._arguments([x, *(y[n:] for y in rows[1:3])], self.kv_cache[1], True)
+        fused = all(map(has_aligned_rows, rows[3:]))
+        others = rows[1:] if fused else rows[1:3]
+        packed = self._arguments([x, *(y[n:] for y in others)], self.kv_cache[1], True)
         packed |= dict(
             deterministic=self.deterministic,
             state_indices=m.prefill_state_indices,
@@ -332,7 +334,7 @@ class Core(Recurrence, abstract.MambaBase):
             windows = checkpoint.MambaPrefillCheckpointExporter(state_len=weight.shape[1] - 1)
             windows.export(m.checkpoint, raw_qkv=raw_qkv, conv_state=conv_state, cu_seqlens=starts)
         api.prefill(**packed, out=out[None, n:])
-        for z in rows[3:]:
+        for z in () if fused else rows[3:]:
             self._normalise(out[n:], z[n:])
         self._count("prefill")
         return decodes
