@@ -17,8 +17,8 @@ from gated_delta import cli, compile, preflight, reference, testing
 from gated_delta.cli import app
 from gated_delta.gpus import GPUS, PRODUCTS, product
 from gated_delta.integrations.engine import card_check, releases
-from gated_delta.integrations.sglang import kvbuffer as sglang_kvbuffer
 from gated_delta.integrations.sglang import process as sglang_process
+from gated_delta.integrations.sglang.records import kvbuffer as sglang_kvbuffer
 from gated_delta.preflight import Asked, Sizes
 from gpu import needs_compiler, pretend
 

@@ -21,9 +21,9 @@ from rich.table import Table
 from . import compile
 from .gpus import GPUS, PRODUCTS, Gpu, card_of, product
 from .integrations.engine import card_check, load, releases
-from .integrations.sglang.decode_ring import FROM_HEADS
 from .integrations.sglang.kernels import ring_lacks
 from .integrations.sglang.process import drafts_need
+from .integrations.sglang.records.decode_ring import FROM_HEADS
 from .integrations.sglang.start import Layer
 from .integrations.vllm.calls import Recurrence, too_many
 from .ops.launch import MAX_NORM

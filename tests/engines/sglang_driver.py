@@ -25,7 +25,8 @@ from gated_delta import api, dispatch, gpus, ops
 from gated_delta.integrations.engine import load as start
 from gated_delta.integrations.engine import state_check
 from gated_delta.integrations.engine.calls import Calls
-from gated_delta.integrations.sglang import decode_ring, process
+from gated_delta.integrations.sglang import process
+from gated_delta.integrations.sglang.records import decode_ring
 
 
 class Written(Calls):

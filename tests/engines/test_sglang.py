@@ -53,13 +53,13 @@ from gated_delta import preflight
 from gated_delta.gpus import H200
 from gated_delta.integrations import sglang as plugin
 from gated_delta.integrations.engine import load, releases, state_check
-from gated_delta.integrations.sglang import checking, decode_ring, process
+from gated_delta.integrations.sglang import checking, process
 from gated_delta.integrations.sglang import cuts as sglang_cuts
 from gated_delta.integrations.sglang import kernels as sglang_kernels
-from gated_delta.integrations.sglang import kvbuffer as kvbuffer
 from gated_delta.integrations.sglang import norm as sglang_norm
-from gated_delta.integrations.sglang import ring as rings
 from gated_delta.integrations.sglang import start as sglang_start
+from gated_delta.integrations.sglang.records import decode_ring, kvbuffer
+from gated_delta.integrations.sglang.records import ring as rings
 from gated_delta.problem import KVBuffer, UnsupportedProblem
 
 load_plugins()  # as each of the engine's processes does
@@ -1023,7 +1023,7 @@ def test_a_small_batch_finds_states_whole():
 def test_triton_updates_lengths_as_torch(monkeypatch):
     """By Triton's interpreter; row 0 pads, and has no length. Guards lie behind the batch."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    kernels = importlib.import_module("gated_delta.integrations.sglang.ring_kernels")
+    kernels = importlib.import_module("gated_delta.integrations.sglang.records.ring_kernels")
     monkeypatch.setattr(kernels, "BLOCK", 8)
     torch.manual_seed(0)
     for N, index in ((1, torch.int32), (8, torch.int64), (21, torch.int32)):

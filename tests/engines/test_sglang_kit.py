@@ -54,9 +54,9 @@ from sglang.test.kits.attention_unittest.runner_modes import (
 from gated_delta.integrations.sglang import conv as sglang_conv
 from gated_delta.integrations.sglang import graphs as sglang_graphs
 from gated_delta.integrations.sglang import kernels as sglang_kernels
-from gated_delta.integrations.sglang import kvbuffer as kvbuffer
 from gated_delta.integrations.sglang import norm as sglang_norm
 from gated_delta.integrations.sglang import process
+from gated_delta.integrations.sglang.records import kvbuffer
 from gated_delta.problem import UnsupportedProblem
 
 load_plugins()

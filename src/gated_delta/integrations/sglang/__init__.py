@@ -17,8 +17,9 @@ from typing import Any
 from gated_delta import __version__, problem
 from gated_delta.compile import flag
 from gated_delta.integrations.checks import in_chunks
-from gated_delta.integrations.sglang import checking, decode_ring, kvbuffer, process, ring, start
+from gated_delta.integrations.sglang import checking, process, start
 from gated_delta.integrations.sglang.kernels import kernel_class
+from gated_delta.integrations.sglang.records import decode_ring, kvbuffer, ring
 
 _LINEAR = "sglang.srt.layers.attention.linear."
 _KERNELS = dict(decode="decode_kernel", prefill="extend_kernel", verify="verify_kernel")

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from gated_delta import api
 from gated_delta.integrations.engine import releases
-from gated_delta.integrations.sglang import process, ring_lengths
+from gated_delta.integrations.sglang import process
+from gated_delta.integrations.sglang.records import ring_lengths
 from gated_delta.problem import KVBuffer
 
 _EXTEND = (
@@ -117,7 +118,7 @@ def lengths_of(x: Tensor) -> Any:
     """The module that updates lengths on x's device."""
     if not x.is_cuda:
         return ring_lengths
-    from gated_delta.integrations.sglang import ring_kernels
+    from gated_delta.integrations.sglang.records import ring_kernels
 
     return ring_kernels
 

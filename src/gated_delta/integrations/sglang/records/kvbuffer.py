@@ -17,7 +17,7 @@ from torch import Tensor
 from gated_delta import api
 from gated_delta.integrations.engine import card_check, load
 from gated_delta.integrations.sglang import norm, process
-from gated_delta.integrations.sglang.ring import Ring, register_folds, rules
+from gated_delta.integrations.sglang.records.ring import Ring, register_folds, rules
 from gated_delta.integrations.sglang.start import Layer, linear_layers
 from gated_delta.problem import KVBuffer, unique
 from gated_delta.replaced import replaced

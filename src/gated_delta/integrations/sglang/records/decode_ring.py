@@ -12,7 +12,7 @@ from typing import Any
 
 from gated_delta.integrations.engine import card_check, load
 from gated_delta.integrations.sglang import process
-from gated_delta.integrations.sglang.kvbuffer import (
+from gated_delta.integrations.sglang.records.kvbuffer import (
     BUILDERS,
     CONFIGURATOR,
     layer_of,
@@ -20,7 +20,7 @@ from gated_delta.integrations.sglang.kvbuffer import (
     rows_of,
     state_of,
 )
-from gated_delta.integrations.sglang.ring import Ring, register_folds, rules
+from gated_delta.integrations.sglang.records.ring import Ring, register_folds, rules
 from gated_delta.integrations.sglang.start import Layer
 from gated_delta.problem import MAX_BUFFER, KVBuffer, UnsupportedProblem
 

@@ -11,7 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from gated_delta.integrations.engine.state_check import Checked, Request, StateCheck
-from gated_delta.integrations.sglang import kernels, kvbuffer, process
+from gated_delta.integrations.sglang import kernels, process
+from gated_delta.integrations.sglang.records import kvbuffer
 
 BACKEND = "sglang.srt.layers.attention.hybrid_linear_attn_backend.MambaAttnBackendBase"
 

@@ -1,0 +1,1 @@
+"""Records in SGLang: rows of a KVBuffer for drafts and for decode's ring."""
