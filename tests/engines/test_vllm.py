@@ -1012,7 +1012,7 @@ def test_what_a_kvbuffer_needs(
     else:
         in_kvbuffer = needed is not None
         runner = "second" if case["use_v2_model_runner"] else "first"
-        ours = vllm_kvbuffer.backend_for(case["backend"])
+        ours = vllm_layers.backend_for(case["backend"])
         assert (Layer().get_attn_backend() is ours) == in_kvbuffer
         assert hooked == [runner] * in_kvbuffer
 

@@ -134,9 +134,9 @@ def test_what_the_checking_mode_needs(
     monkeypatch.setattr(checking, "hook", hook)
     if case["graphs"]:
         with pytest.raises(RuntimeError, match=said):
-            checking.start(config)
+            checking.start(config, None)
     else:
-        checking.start(config)
+        checking.start(config, None)
         assert [said in str(call) for call in log.warning_once.mock_calls] == [True] * bool(said)
     assert hook.call_count == (said == "")
 

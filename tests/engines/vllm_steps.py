@@ -385,7 +385,7 @@ class Runner(Steps):
         if problem.CHECK:
             monkeypatch.setattr(kind, "postprocess_state", kind.postprocess_state)
             monkeypatch.setattr(layers, "api", layers.api)
-            checking.hook.__wrapped__()
+            checking.hook.__wrapped__(layers)
         self.model = kind(self.config, None, None, torch.device("cpu"))
         self.model._mamba_ctx = Copies(self)
         self.worker = SimpleNamespace(

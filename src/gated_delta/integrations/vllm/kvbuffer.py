@@ -148,17 +148,6 @@ class Backend(GDNAttentionBackend):
         return Builder
 
 
-def backend_for(theirs: Any) -> Any:
-    """Ours in place of vLLM's attention backend for a layer; None for one that we do not know."""
-    if theirs is GDNAttentionBackend:
-        return Backend
-    if theirs.get_name() != KIMI_K3:
-        return None
-    from gated_delta.integrations.vllm import kimi_k3
-
-    return kimi_k3.Backend
-
-
 def _stacked(tensors: Sequence[Tensor]) -> Tensor | None:
     """[L, ...] over L tensors that lie evenly in one storage; None if they do not."""
     first = tensors[0]
@@ -183,7 +172,7 @@ def lacks(layer: Any, backend: Any, vllm_config: Any) -> list[str]:
         "--pipeline-parallel-size 1": parallel.pipeline_parallel_size > 1,
         "no --enable-dbo, no --ubatch-size": parallel.use_ubatching,
         "VLLM_USE_V2_MODEL_RUNNER=1 for Kimi K3": k3 and not vllm_config.use_v2_model_runner,
-        "vLLM's metadata for GDN or Kimi K3": backend_for(backend) is None,
+        "vLLM's metadata for GDN or Kimi K3": backend is not GDNAttentionBackend and not k3,
         "another model than Kimi K3": k3 and layer.ring > 0,
     }
     return [needed for needed, lacking in missing.items() if lacking]

@@ -10,6 +10,7 @@ operation that gated_delta cannot run for a layer. Imports vLLM; `vllm.register`
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -93,7 +94,7 @@ class Core(Recurrence, abstract.MambaBase):
         if self.buffered:
             (commit.at_recoverssm_seam if v2 else kvbuffer.fold_after_sampling)()
         if problem.CHECK:
-            checking.start(vllm_config)
+            checking.start(vllm_config, sys.modules[__name__])
         if tokens := self.ring or self.room:
             ring.follow_requests()
             sizes, drafts = vllm_config.scheduler_config, 1 + self.num_spec if self.room else 0
@@ -158,7 +159,7 @@ class Core(Recurrence, abstract.MambaBase):
     def get_attn_backend(self) -> Any:
         if not envs.VLLM_BATCH_INVARIANT:
             theirs = super().get_attn_backend()
-            return kvbuffer.backend_for(theirs) if self.buffered or self.ring else theirs
+            return backend_for(theirs) if self.buffered or self.ring else theirs
         if missing := self._lacks_for_invariance():
             raise RuntimeError(f"VLLM_BATCH_INVARIANT=1: {self.prefix} needs {'; '.join(missing)}")
         # MambaBase's raises: vLLM's kernels vary with the batch.
@@ -420,6 +421,15 @@ class Core(Recurrence, abstract.MambaBase):
     def _weight(self) -> Tensor:
         """The convolution's, [D, width]."""
         return _unpacked(self.conv1d)
+
+
+def backend_for(theirs: Any) -> Any:
+    """Ours in place of vLLM's attention backend for a layer: GDN's, or Kimi K3's."""
+    if theirs.get_name() != kvbuffer.KIMI_K3:
+        return kvbuffer.Backend
+    from gated_delta.integrations.vllm import kimi_k3
+
+    return kimi_k3.Backend
 
 
 def _accepted(m: Any, cuda: bool) -> Tensor:
