@@ -70,7 +70,8 @@ def measure(
     op: Annotated[
         Op,
         typer.Argument(
-            help="speculate: verify and flush; layer: convolution, decode or prefill, norm; "
+            help="speculate: verify and flush; layer: convolution, decode or prefill, norm, "
+            "and the same between projections; "
             "prefill_tp: prefill, heads under tensor parallelism; buffer: decode with a buffer; "
             "trees: verify of trees of drafts; deterministic: prefill with and without."
         ),

@@ -181,23 +181,17 @@ def layer() -> dict[str, Group]:
 
 def projected() -> str:
     """A layer from its input projection to its output projection, us; at the end, means."""
-    layers = cells("h100/layer_projected")
-    rows = {}
-    for cell in layers:
+    rows, groups = {}, {}
+    for cell in (layers := cells("h100/layer_projected")):
         peers = (cell["peers"].get(name, {}).get("us") for name in ("sglang", "vllm"))
         times = (cell["parts"]["projections"], cell["us"], *peers)
-        rows[cell["label"].replace(" projected", "")] = [
-            *(us(x) if x else "-" for x in times),
-            down(against()(cell)),
-        ]
-    groups = {
-        "1 and 8 requests": lambda cell: cell["sequences"] <= 8,
-        "64 and 256 requests": lambda cell: cell["sequences"] > 8,
-    }
-    steps = [cell for cell in layers if cell["tokens"] == 1]
-    means = {name: Group.of(filter(of, steps), against()).mean for name, of in groups.items()}
-    means["prompts"] = Group.of((x for x in layers if x["tokens"] > 1), against()).mean
-    rows |= {f"geometric mean, {name}": ["", "", "", "", mean] for name, mean in means.items()}
+        name = cell["label"].replace(" projected", "")
+        rows[name] = [*(us(x) if x else "-" for x in times), down(against()(cell))]
+    for cell in layers:
+        few = "1 and 8 requests" if cell["sequences"] <= 8 else "64 and 256 requests"
+        groups.setdefault("prompts" if cell["tokens"] > 1 else few, []).append(cell)
+    for name, group in groups.items():
+        rows[f"geometric mean, {name}"] = ["", "", "", "", Group.of(group, against()).mean]
     heads = ("the projections", "ours", "SGLang's chain", "vLLM's chain", "best over ours")
     return table("one H100, us", *heads, rows=rows)
 

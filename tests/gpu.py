@@ -129,7 +129,7 @@ def relative_error(x, y):
     return float((x.double() - y.double()).norm() / y.double().norm())
 
 
-PATHS = ("tiles", "fused", "raw", "raw overlapped", "overlapped", "joined", 4)
+PATHS = ("tiles", "fused", "raw", "raw overlapped", "overlapped", 4)
 """prefill's: kinds of schedules, and four segments."""
 PERSISTENT = ("fused", "raw", "raw overlapped")
 """Paths with persistent CTAs, or CTAs that scan beside others that prepare."""
@@ -137,18 +137,17 @@ PERSISTENT = ("fused", "raw", "raw overlapped")
 
 def paths_here(*paths):
     """The paths that have kernels on the GPU of the tests; all of them without a GPU."""
-    hopper_only = (*PERSISTENT, "overlapped", "joined")
+    hopper_only = (*PERSISTENT, "overlapped")
     return [path for path in paths if GPU is None or IS_HOPPER or path not in hopper_only]
 
 
 def prefill_path(path, sms=None):
     """Every prefill in the block takes a path: a kind of schedule, or a number of segments.
 
-    A call that has no kernels for it takes tiles. Four segments are joined. On 3 SMs persistent CTAs scan several heads, and
+    A call that has no kernels for it takes tiles. On 3 SMs persistent CTAs scan several heads, and
     prepare's CTAs take all value heads of a k head.
     """
-    kind, segments = ("segments", path) if isinstance(path, int) else (path, 1)
-    schedule = scheduled_by(kind, 4 if path == "joined" else segments)
+    schedule = scheduled_by("segments", path) if isinstance(path, int) else scheduled_by(path)
     if sms is None and (path in PERSISTENT or path == 4):
         sms = 3
     return scheduled(schedule, scheduled_by("tiles"), sms=sms)

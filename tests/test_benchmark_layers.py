@@ -111,6 +111,22 @@ def test_a_layer_with_projections_is_float64s_and_its_peers(runner, monkeypatch,
     assert (results["ratio"], results["parts"]) == (1.5, dict(projections=1.0))
 
 
+@pytest.mark.parametrize("cell", [STEPS[1], PROMPTS[0]], ids=lambda cell: cell.label)
+def test_a_peer_that_fails_leaves_what_the_next_one_reads(cell):
+    b = cell.make(cell, CPU, 0)
+    names = [name for name in ("state", "windows") if hasattr(b, name)]
+    before = {name: getattr(b, name).clone() for name in names}
+
+    def fail():
+        for name in names:
+            getattr(b, name).zero_()
+        raise RuntimeError("after its convolution")
+
+    with pytest.raises(RuntimeError, match="convolution"):
+        b.results(fail)
+    assert all(torch.equal(getattr(b, name), x) for name, x in before.items())
+
+
 @pytest.mark.usefixtures("engines")
 def test_a_layer_far_from_float64_is_not_timed(runner, monkeypatch):
     (cell, *_), run = PROJECTED, runner()

@@ -49,8 +49,8 @@ EITHER_INDEX = pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=
 LOWEST = {torch.int32: -1, torch.int64: -(2**40)}  # an int64's low word is a valid slot
 HEAD_DIM = {"o": 2, "state": 1}
 
-ONE_AXIS = {"fused": "head", "raw": "channel", "raw overlapped": "channel", "joined": "channel"}
-"""Paths that have a kernel for one axis only."""
+ONE_AXIS = {"fused": "head", "raw": "channel", "raw overlapped": "channel"}
+"""Paths with fp16 accumulators, which have a kernel for one axis only."""
 
 
 def prefill(call, **options):
@@ -703,7 +703,7 @@ def test_checkpoints_beyond_2_to_the_31_elements(dtype, path):
 RAGGED = (1111, 0, 70, 37)  # one is empty, one inactive, one shorter than a segment
 
 
-@pytest.mark.parametrize("path", paths_here("tiles", "joined", 2, 4, 7, 16), indirect=True)
+@pytest.mark.parametrize("path", ["tiles", 2, 4, 7, 16], indirect=True)
 @pytest.mark.parametrize("lengths", [(2048,), RAGGED], ids=str)
 @pytest.mark.parametrize("pooled", [False, True], ids=["functional", "pooled"])
 def test_states_pass_exactly_between_segments(axis, path, lengths, pooled):
@@ -737,7 +737,7 @@ def test_a_long_prompt_of_few_heads_is_segmented(axis, dtype):
     assert relative_error(final, want) <= 2e-3
 
 
-@pytest.mark.parametrize("path", paths_here("joined", 4, 16), indirect=True)
+@pytest.mark.parametrize("path", [4, 16], indirect=True)
 def test_segments_under_every_gate(path, axis):
     """From no decay to one that wipes out a segment's initial state."""
     call = tokens(2, 1500, axis=axis, gate="log")
@@ -791,7 +791,7 @@ def test_a_prefill_resumes_behind_its_summary(cut, axis):
     assert relative_error(state, want) <= 3e-3
 
 
-CUTS = {4: 5, 7: 3, **dict.fromkeys(paths_here("joined"), 5)}
+CUTS = {4: 5, 7: 3}
 """Chunks per segment of 1100 tokens, by the forced number of segments."""
 ALMOST, JUST = -87.336, -87.338
 """Log decays just above and just below 2**-126, the smallest normal number of fp32."""
@@ -822,7 +822,7 @@ def forgetting(kind, shape, chunks):
 
 def forgets(run, path, monkeypatch):
     """Whether each segment but the last forgets its initial state: [N, HV, segments - 1]."""
-    return windows_of_segments(run, 4 if path == "joined" else path, monkeypatch) > 0
+    return windows_of_segments(run, path, monkeypatch) > 0
 
 
 KINDS = [
@@ -869,7 +869,7 @@ def test_segments_that_forget_start_from_their_windows(axis, path, kind, size, m
     assert all(x.isfinite().all() for x in results)
 
 
-@pytest.mark.parametrize("path", paths_here("joined", 4), indirect=True)
+@pytest.mark.parametrize("path", [4], indirect=True)
 @pytest.mark.parametrize("pooled", [False, True])
 def test_segments_of_a_head_that_forgets_in_one_of_them(axis, path, pooled, monkeypatch):
     """States pass between segments before or after it, from the first state or from a window."""

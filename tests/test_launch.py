@@ -733,13 +733,11 @@ def regions_of(launches):
 
 TILES = {"k_tiles", "q_tiles", "tinv_aqk", "scales"}
 RAW = {"tinv_aqk", "scales", "counters"}
-ONE_AXIS = ("fused", "raw", "raw overlapped", "joined")
 SEGMENTED = {"segment_transitions", "segment_states"}
 PATHS = [
     ("tiles", "prepare scan", TILES),
     (2, "prepare transitions state_passing scan", TILES | SEGMENTED | {"transition_norms"}),
     (7, "prepare transitions state_passing scan", TILES | SEGMENTED | {"transition_norms"}),
-    ("joined", "prepare scan", TILES | {"transition_norms", "counters"}),
     ("overlapped", "rank overlapped", TILES | {"counters"}),
     ("fused", "fused", set()),
     ("raw", "prepare_raw scan_raw", RAW),
@@ -752,7 +750,7 @@ PATHS = [
 )
 def test_a_schedule_has_its_kernels_and_regions(launches, axis, path, kernels, regions):
     """All kernels of a call get the same arguments. Two sequences, fewer heads than SMs."""
-    if axis != {"fused": "head"}.get(path, "channel") and path in ONE_AXIS:
+    if path in ("fused", "raw", "raw overlapped") and (path == "fused") != (axis == "head"):
         pytest.skip("the other axis has no such kernel")
     with prefill_path(path, sms=132):
         run("prefill", **prompts((2, 640), axis))
@@ -760,7 +758,7 @@ def test_a_schedule_has_its_kernels_and_regions(launches, axis, path, kernels, r
     k_restored = {"k_restored"} if axis == "channel" and "k_tiles" in regions else set()
     assert regions_of(launches) == regions | k_restored
     assert all(launch == launches[0] for launch in launches)
-    segments = path if isinstance(path, int) else 4 if path == "joined" else 1
+    segments = path if isinstance(path, int) else 1
     assert launches[0][-1].segments == segments
     for variant in launches.kernels:
         assert dict(variant.facts).get("windows", segments > 1) == (segments > 1)
@@ -965,8 +963,7 @@ def test_the_variants_of_a_prefill_are_those_of_its_schedules(axis):
         if kind.supports(problem):
             for queued in (False, True):
                 assert set(kind.variants(problem, queued, H200)) <= set(variants)
-    scans = ["overlapped", "scan", "scan"]
-    scans += ["fused"] if axis == "head" else ["scan_raw", "scan"]
+    scans = ["overlapped", "fused" if axis == "head" else "scan_raw", "scan", "scan"]
     others = ["prepare", "prepare", "state_passing", "transitions", "rank"]
     others += ["rank" if axis == "head" else "prepare_raw"]
     names = [variant.kernel.removeprefix("prefill_") for variant in variants]

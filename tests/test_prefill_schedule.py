@@ -54,9 +54,7 @@ MODELS = [
     (GDN, (4, 8), (1024,), "4 segments"),
     (GDN, (8, 16), (1536,), "4 segments"),
     (KDA, (8, 8), (1536,), "6 segments"),
-    (KDA, (8, 8), (1024,), "8 joined segments"),
-    (KDA, (12, 24), (1024,), "2 joined segments"),
-    (KDA, (8, 8), (448,), "tiles"),
+    (KDA, (8, 8), (1024,), "tiles"),
     (GDN, (8, 32), (2048,), "tiles"),
     (KDA, (32, 32), (256,), "tiles"),
     # One sequence far longer than the others leaves SMs idle.
@@ -85,7 +83,6 @@ UNSUPPORTED = [
     ("overlapped", GDN, dict(dtype=torch.float16)),
     ("segments", GDN, dict(K=96)),
     ("segments", KDA, dict(V=192)),
-    ("joined", KDA, dict(K=64)),
     ("overlapped", GDN, dict(K=96, V=192)),
     ("fused", GDN, dict(V=192)),
     ("grid", GDN, {}),
@@ -94,13 +91,7 @@ UNSUPPORTED = [
 ]
 UNSUPPORTED += [
     (kind, axis, dict(options=frozenset({"deterministic"})))
-    for kind, axis in (
-        ("fused", GDN),
-        ("raw", KDA),
-        ("raw overlapped", KDA),
-        ("segments", GDN),
-        ("joined", KDA),
-    )
+    for kind, axis in (("fused", GDN), ("raw", KDA), ("raw overlapped", KDA), ("segments", GDN))
 ]
 UNSUPPORTED += [
     (kind, axis, dict(gpu=FORCED[level]))
@@ -141,7 +132,7 @@ def test_schedules_fit_the_gpu():
         assert schedule.kind.supports(problem(axis, heads, *options, grid=grid), len(lengths), gpu)
         assert schedule.kind.on_grid == (max(lengths) >= (grid or 2**20))
         if schedule.kind.segmented and not schedule.kind.on_grid:
-            least = 4 if gpu.level == "sm_90a" and not schedule.kind.joined else 2
+            least = 4 if gpu.level == "sm_90a" else 2
             assert least <= schedule.segments <= sms // (2 * heads[1] * len(lengths))
         else:
             assert schedule.segments == 1
@@ -235,8 +226,8 @@ def test_regions_of_the_workspace_do_not_overlap():
     """In the order of PrefillPointers, 256-byte aligned; absent ones have no address."""
     names = [region.name for region in arguments.WORKSPACE]
     assert arguments.PrefillPointers._fields[-len(names) :] == tuple(names)
-    flags = itertools.product((False, True), repeat=7)
-    for channel, raw, has_windows, ranked, queued, overlapped, joined in flags:
+    flags = itertools.product((False, True), repeat=6)
+    for channel, raw, has_windows, ranked, queued, overlapped in flags:
         for segments, chunk_slots in itertools.product((1, 4), (0, 1, 7)):
             shape = arguments.WorkspaceShape(
                 N=3,
@@ -251,7 +242,6 @@ def test_regions_of_the_workspace_do_not_overlap():
                 ranked=ranked,
                 queued=queued,
                 overlapped=overlapped,
-                joined=joined,
             )
             size, offsets = arguments.lay_out_workspace(shape)
             end = 0

@@ -23,7 +23,7 @@ from .gpus import GPUS, PRODUCTS, Gpu, card_of, product
 from .integrations.engine import card_check, load, releases
 from .integrations.sglang.decode_ring import FROM_HEADS
 from .integrations.sglang.kernels import ring_lacks
-from .integrations.sglang.process import drafts_need, room
+from .integrations.sglang.process import drafts_need
 from .integrations.sglang.start import Layer
 from .integrations.vllm.calls import Recurrence, too_many
 from .ops.launch import MAX_NORM
@@ -460,7 +460,7 @@ def _sglang(asked: Asked, model: Model) -> tuple[list[Mode], dict[str, int]]:
     sizes: dict[str, Any] = dict(H=H, HV=HV, K=K, V=V, gate=gate)
     if 0 < T <= MAX_DRAFT:
         rows = asked.requests + 1  # and the padding's
-        tokens = T if asked.tree else room(T)
+        tokens = T if asked.tree else load.room(T)
         buffer = KVBuffer.empty(rows, tokens, **sizes, num_layers=layers, device="meta")
         drafts = dict(states=model.state_bytes(rows * T), kvbuffer=buffer.nbytes)
         scratch = state.new_empty(2, T, HV, V, K)
@@ -520,6 +520,7 @@ def _vllm(asked: Asked, model: Model) -> tuple[list[Mode], dict[str, int]]:
     layer, left = _Layer(model, asked.drafts), too_many(asked.drafts)
     in_kvbuffer = compile.flag("GATED_DELTA_VLLM_KVBUFFER", False)
     layer.buffered = in_kvbuffer and asked.drafts > 0 and not left
+    layer.room = load.room(1 + asked.drafts) if layer.buffered else 0  # beside the prefix cache
     if compile.flag("GATED_DELTA_VLLM_RING", False):
         if asked.drafts:
             raise ValueError("expected --drafts 0 with GATED_DELTA_VLLM_RING=1")

@@ -465,10 +465,8 @@ def test_a_nan_reaches_no_chunk_before_its_own(path, kernels):
 # ----------------------------------------------------------------------------------------- segments
 
 
-SEGMENTED = [(4, "head"), (4, "channel"), ("joined", "channel")]
-
-
-@pytest.mark.parametrize(("path", "axis"), SEGMENTED, indirect=["path"])
+@pytest.mark.parametrize("path", [4], indirect=True)
+@pytest.mark.parametrize("axis", FEW_HEADS)
 @pytest.mark.parametrize(
     ("logs", "windows"), [((-1.4, -0.7), (1, 2)), ((-1e-3, -0.7), (0, 2))], ids=str
 )
@@ -503,11 +501,8 @@ def test_segments_begin_from_zeros_where_a_head_forgets(
             assert relative_error(results[0][later], want[0][later]) <= 3e-3
 
 
-@pytest.mark.parametrize(
-    ("path", "axis", "forgetful"),
-    [(4, "head", 0), (4, "channel", 1), (4, "head", 2), ("joined", "channel", 1)],
-    indirect=["path"],
-)
+@pytest.mark.parametrize("path", [4], indirect=True)
+@pytest.mark.parametrize(("axis", "forgetful"), [("head", 0), ("channel", 1), ("head", 2)])
 def test_states_are_passed_on_around_a_segment_that_forgets(axis, forgetful, path, kernels):
     """Four segments of two chunks: states pass from the first, from a window, or not at all."""
     T = 8 * 64
@@ -541,7 +536,8 @@ def test_windows_are_longer_than_short_segments(path, kernels, monkeypatch):
         assert relative_error(results[1][:, head], want[1][:, head]) <= 2e-3
 
 
-@pytest.mark.parametrize(("path", "axis"), SEGMENTED, indirect=["path"])
+@pytest.mark.parametrize("path", [4], indirect=True)
+@pytest.mark.parametrize("axis", FEW_HEADS)
 def test_segments_of_packed_sequences_in_a_pool(path, axis, kernels):
     """One head forgets, the other does not. Sequences: empty, inactive, shorter than a segment.
 

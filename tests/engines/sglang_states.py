@@ -1,7 +1,7 @@
 """Every request's states in float64, by token loops beside SGLang's, for test_sglang.py.
 
 They are compared with the engine's where it reads a state whole: where the prefix cache copies it,
-and where a prefill continues from it.
+where a prefill continues from it, and where decode has no ring.
 """
 
 import json
@@ -42,14 +42,18 @@ class States:
             json.dump(dict(self.compared, worst=self.worst), file)
 
     def decode(self, call):
-        N = len(call["q"])
-        self.advance(call, call["state_indices"], torch.arange(N + 1))
+        if "buffer" not in call:
+            self.compare_all("decodes", call)
+        self.advance(call, call["state_indices"], torch.arange(len(call["q"]) + 1))
 
     def prefill(self, call):
+        self.compare_all("prefills", call)
+        self.advance(call, call["state_indices"], call["cu_seqlens"])
+
+    def compare_all(self, where, call):
         for slot in call["state_indices"].tolist():
             if (call["state"].data_ptr(), slot) in self.live:
-                self.compare("prefills", call["state"], slot)
-        self.advance(call, call["state_indices"], call["cu_seqlens"])
+                self.compare(where, call["state"], slot)
 
     def advance(self, call, slots, bounds):
         pool, gate = call["state"], call["gate"]

@@ -1030,7 +1030,7 @@ def test_triton_updates_lengths_as_torch(monkeypatch):
         rows = torch.randperm(40)[:N] + 1
         slots = torch.randint(-1, 4, (N,), dtype=index)
         for due, tokens in ((None, 0), (None, 15), (torch.rand(N) < 0.3, 15)):
-            lens = torch.randint(0, 16, (41,), dtype=torch.int32)
+            lens = 15 - torch.arange(41, dtype=torch.int32) % 3  # many are full
             both = []
             for module in (rings.ring_lengths, kernels):
                 now, step_rows = lens.clone(), torch.full((N + 3,), 77)
@@ -1489,7 +1489,8 @@ PROMPTS = [
 NEW = 24
 LONG = 70
 """Tokens: every answer crosses a multiple of 64, where the prefix cache takes a state."""
-BOTH = {f"GDN {mode} on backend reference" for mode in ("decode and norm", "prefill")}
+PREFILL = "GDN prefill and norm on backend reference"
+BOTH = {"GDN decode and norm on backend reference", PREFILL}
 OURS = dict(linear_attn_decode_backend="gated_delta", linear_attn_prefill_backend="gated_delta")
 RING = dict(mamba_radix_cache_strategy="extra_buffer", mamba_track_interval=64)
 
@@ -1723,10 +1724,10 @@ def test_engine_with_chunked_prefill_and_the_prefix_cache(qwen3_5, expected, tmp
     assert run.cached(0) == [0, 0, 0]
     assert min(run.cached(1)[1:]) > 200
     in_ring = "GDN decode and norm with ReplaySSM's ring on backend reference"
-    assert run.ran.keys() == {in_ring, "GDN prefill on backend reference"}
+    assert run.ran.keys() == {in_ring, PREFILL}
     # Three layers, two rounds.
     assert run.ran[in_ring] >= 2 * 3 * (NEW - 1)
-    assert run.ran["GDN prefill on backend reference"] >= 3 * 4  # chunks of 256 tokens of 900
+    assert run.ran[PREFILL] >= 3 * 4  # chunks of 256 tokens of 900
     assert (
         f"gated_delta {gated_delta.__version__} serves GDN decode, prefill in place of "
         "TritonGDNKernel; verify stays TritonGDNKernel" in run.log
@@ -1768,7 +1769,10 @@ def test_engine_with_deterministic_inference(qwen3_5, expected, tmp_path):
     )
     assert run.tokens(0) == run.tokens(1) == expected
     assert run.cached(1)[1] >= 128
-    assert run.ran.keys() == BOTH
+    assert run.ran.keys() == {
+        "GDN decode and norm on backend reference",
+        "GDN prefill on backend reference",
+    }
     run.looked_for_what_it_needs(longest=192)  # 253 tokens of room
     (record,) = [
         one for file in run.kernels.iterdir() if (one := json.loads(file.read_text()))["needed"]
@@ -1795,7 +1799,7 @@ def test_engine_with_trees_of_drafts(qwen3_5, expected, tmp_path):
     assert run.tokens(0) == run.tokens(1) == expected
     assert run.cached(1)[1] >= 128
     verify = "GDN verify and norm on backend reference"
-    assert run.ran.keys() == {"GDN prefill on backend reference", verify}
+    assert run.ran.keys() == {PREFILL, verify}
     assert run.ran[verify] < 2 * 3 * (NEW - 1)  # three layers, two rounds, drafts accepted
     assert "gated_delta keeps drafts in " in run.log
     run.looked_for_what_it_needs(unused="decode ")
@@ -1828,13 +1832,21 @@ def test_engine_under_tensor_parallelism(qwen3_5, expected, tmp_path):
     run.looked_for_what_it_needs()
 
 
+def unused_norm(model):
+    """Ling's projection has beta between, so that with two heads the gate of its norm is unaligned:
+    no prompt of ours has its norm."""
+    return "prefill_norm" if model.name == "ling" else ()
+
+
 def test_engine_with_kda_layers(kda, tmp_path):
     model, tokens = kda
     engine = dict(mamba_radix_cache_strategy="no_buffer", enable_fp32_lm_head=True)
     run = Run(model, tmp_path, OURS | engine)
-    run.looked_for_what_it_needs()
+    run.looked_for_what_it_needs(unused_norm(model))
     assert run.tokens(0) == run.tokens(1) == [one[:NEW] for one in tokens]
-    assert run.ran.keys() == {route.replace("GDN", "KDA") for route in BOTH}
+    prefill = PREFILL.replace(" and norm", "") if unused_norm(model) else PREFILL
+    routes = {"GDN decode and norm on backend reference", prefill}
+    assert run.ran.keys() == {route.replace("GDN", "KDA") for route in routes}
     assert run.convolved() == {"split"}
 
 
@@ -1863,7 +1875,7 @@ def test_engine_with_qwen3_next(drafts, qwen3_next, tmp_path):
     assert run.tokens(0) == run.tokens(1) == tokens
     assert run.cached(1)[1] >= 128
     steps = "GDN verify and norm on backend reference"
-    assert run.ran.keys() == ({steps, "GDN prefill on backend reference"} if drafts else BOTH)
+    assert run.ran.keys() == ({steps, PREFILL} if drafts else BOTH)
     run.looked_for_what_it_needs(unused="decode " if drafts else ())
 
 
@@ -1922,6 +1934,7 @@ class InRing(Run):
         assert [x == y[: len(x)] for x, y in zip(rush, calm)] == [True] * 12
         assert sum(len(x) < len(y) for x, y in zip(rush, calm)) >= 1  # aborted
         assert self.states["snapshots"] >= 3 * 3  # layers, prompts
+        assert self.states["decodes"] >= 3 * 64  # of the last request, alone
         assert self.states["worst"] < 1e-5
         assert self.compared() >= self.states["snapshots"]
 
@@ -1945,7 +1958,7 @@ def test_engine_in_a_ring(qwen3_5, expected_long, tmp_path):
     assert run.log.count("retract") >= 5
     in_ring = "GDN decode and norm in a ring on backend reference"
     assert run.ran.keys() == BOTH | {in_ring}  # one request is decoded without the ring
-    assert run.ran[in_ring] > run.ran["GDN prefill on backend reference"]
+    assert run.ran[in_ring] > run.ran[PREFILL]
     assert min(run.cached(2)) >= 64  # a state that decode kept
     assert "15 tokens of 4 requests, 36 % of a state each" in run.log
     run.looked_for_what_it_needs(maybe="decode ")
@@ -1975,4 +1988,4 @@ def test_engine_with_kda_layers_in_a_ring(kda, tmp_path):
     model, tokens = kda
     run = InRing(model, tmp_path, dict(enable_fp32_lm_head=True, disable_overlap_schedule=False))
     run.agrees_with(tokens)
-    run.looked_for_what_it_needs(maybe="decode ")
+    run.looked_for_what_it_needs(unused_norm(model), maybe="decode ")

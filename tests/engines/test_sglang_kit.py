@@ -33,6 +33,7 @@ from sglang.srt.environ import envs
 from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
 from sglang.srt.layers.attention.linear import gdn_backend, kda_backend
 from sglang.srt.layers.attention.linear import kda_prefill_graph as prefill_graph
+from sglang.srt.layers.quantization import fp8, fp8_utils
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.models import qwen3_next
@@ -50,6 +51,7 @@ from sglang.test.kits.attention_unittest.runner_modes import (
     speculative_target_verify_runner as drafts,
 )
 
+from gated_delta.integrations.sglang import conv as sglang_conv
 from gated_delta.integrations.sglang import graphs as sglang_graphs
 from gated_delta.integrations.sglang import kernels as sglang_kernels
 from gated_delta.integrations.sglang import kvbuffer as kvbuffer
@@ -318,8 +320,13 @@ def layer_of(kind, fixture):
         layer.norm = RMSNormGated(attn.head_v_dim, **options)
         width = 2 * heads + qkv + attn.v_dim
     else:
-        parts = [qkv, heads, attn.k_dim, attn.v_dim]
-        layer.forward_qkvbfg_fused = lambda x, *_: x.split(parts, -1)
+        parts = [attn.v_dim, qkv, attn.k_dim, heads, -heads % 8]  # z in aligned rows
+
+        def projected(x, *_):
+            z, qkv, gate, beta, _ = x.split(parts, -1)
+            return qkv, beta, gate, z
+
+        layer.forward_qkvbfg_fused = projected
         layer.do_fuse_qkvbfg, width = True, sum(parts)
         layer.o_norm = FusedRMSNormGated(attn.head_v_dim, activation="sigmoid", **options)
     layer.out_proj = layer.o_proj = Projection(slice(None))
@@ -354,8 +361,8 @@ MODES = [ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY]
     "kind",
     [Qwen3GatedDeltaNet, Split, Qwen3_5GatedDeltaNet, KimiDeltaAttention, Glm5NextLinearAttention],
 )
-def test_decode_includes_a_layers_norm(kind, mode, monkeypatch):
-    """In a decode or verify of ours, once. Behind any other call the layer's norm runs."""
+def test_our_calls_include_a_layers_norm(kind, mode, monkeypatch):
+    """Once. Behind any other call the layer's norm runs."""
     layers = "KDA" if kind in (KimiDeltaAttention, Glm5NextLinearAttention) else "GDN"
     if kind is Split and not CUDA:
         monkeypatch.setattr(qwen3_next, "_is_cpu", False)
@@ -388,29 +395,179 @@ def test_decode_includes_a_layers_norm(kind, mode, monkeypatch):
 
     (expected, _), gate, before = run(), sglang_norm.gate_of(layer), dict(vars(layer))
     sglang_norm.hook(layer)
-    what = {"DECODE": "decode and norm", "EXTEND": "prefill"}.get(mode.name, "verify and norm")
+    op = dict(DECODE="decode", EXTEND="prefill").get(mode.name, "verify")
     result, routes = run()
-    assert routes == {f"{layers} {what} on backend {ROUTE}"}
+    assert routes == {f"{layers} {op} and norm on backend {ROUTE}"}
     torch.testing.assert_close(result, expected, **NEAR)
-    if not mode.is_decode():
+    if mode.is_target_verify():
         return
-    if layers == "GDN":
+    if mode.is_decode() and layers == "GDN":
         compiled, again = run(torch.compile(layer, backend="eager"))
         assert again == routes
         torch.testing.assert_close(compiled, expected, **NEAR)
     if CUDA or layers == "GDN":  # a CPU has no such kernel for KDA
         with monkeypatch.context() as refusing:
-            refusing.setattr(sglang_kernels.api, "decode", refuse)
+            refusing.setattr(sglang_kernels.api, op, refuse)
+            process.state.norms[layer.attn.A_log].applied = True  # a forward did not end
             result, (route,) = run()
-        assert route == f"{layers} decode on the engine's own kernel (ours needs a test)"
+        assert route == f"{layers} {op} on the engine's own kernel (ours needs a test)"
         torch.testing.assert_close(result, expected, **NEAR)
         process.state.refused.clear()
     for name in {*gate.methods, gate.projection} - {""}:  # as if they had other names
         vars(layer).pop(name)
     vars(layer).update(before)
     result, routes = run()
-    assert routes == {f"{layers} decode on backend {ROUTE}"}
+    assert routes == {f"{layers} {op} on backend {ROUTE}"}
     torch.testing.assert_close(result, expected, **NEAR)
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("kind", [Qwen3GatedDeltaNet, Qwen3_5GatedDeltaNet, KimiDeltaAttention])
+def test_a_prompts_norm_with_rows_behind_its_tokens(kind, known, monkeypatch):
+    """Three rows with NaN, cut off if the engine knows of them; Qwen3-Next's gate is not copied.
+
+    A gate in rows that are not aligned gets the layer's norm.
+    """
+    layers = "KDA" if kind is KimiDeltaAttention else "GDN"
+    kit, cases, _ = KITS[layers]
+    case = next(case for case in cases if "ragged" in case.name)
+    fixture = getattr(kit, f"build_{layers.lower()}_attention_fixture")(CASE, case, **SIZES)
+    (layer, x), batch, backend = layer_of(kind, fixture), fixture.forward_batch, fixture.backend
+    cache, total = getattr(kit, f"_clone_{layers.lower()}_cache")(fixture), case.num_input_tokens
+    more = dict(positions=None, zero_allocator=None) if layers == "KDA" else {}
+
+    def run(x):
+        getattr(kit, f"_restore_{layers.lower()}_cache")(fixture, cache)
+        process.state.calls.counts.clear()
+        with torch.no_grad(), forward_context(ForwardContext(attn_backend=backend)):
+            backend.init_forward_metadata(batch)
+            o = layer.forward(hidden_states=x, forward_batch=batch, **more)
+        return o, set(sglang_cpu.routes(process.state.calls))
+
+    layer.attn.activation = "silu"
+    expected, _ = run(x)
+    if kind is Qwen3GatedDeltaNet:
+        monkeypatch.setattr(sglang_conv, "LEAST_TOKENS", 1)
+        sglang_conv.hook(backend.linear_attn_backend, [layer])
+        monkeypatch.setattr(sglang_conv, "copied", None)
+    sglang_norm.hook(layer)
+    batch.extend_num_tokens = total
+    batch.global_num_token_non_padded_cpu = total if known else None
+    o, routes = run(padded(x, 0, 3))
+    assert routes == {f"{layers} prefill and norm on backend {ROUTE}"}
+    torch.testing.assert_close(o[:total], expected, **NEAR)
+    assert not o[total:].any()
+    if kind is not Qwen3GatedDeltaNet:
+        o, routes = run(torch.nn.functional.pad(x, (1, 0))[:, 1:])
+        assert routes == {f"{layers} prefill on backend {ROUTE}"}
+        torch.testing.assert_close(o, expected, **NEAR)
+
+
+class Quantised(Projection):
+    """A projection in block FP8: of (numbers, scales). inputs: how many such it got."""
+
+    inputs = 0
+
+    def forward(self, x):
+        if isinstance(x, tuple):
+            self.inputs += 1
+            values, scales = x
+            assert scales.stride() == (1, -(-len(values) // 4) * 4)  # DeepGEMM's
+            assert values.is_contiguous()
+            x = (values.float().unflatten(1, (scales.shape[1], -1)) * scales[..., None]).flatten(1)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name.lower())
+@pytest.mark.parametrize("kind", [Qwen3_5GatedDeltaNet, KimiDeltaAttention])
+def test_our_calls_quantise_for_a_projection_in_fp8(kind, mode, monkeypatch):
+    """Three rows with NaN behind a prompt have zeros. Behind another call the norm gives none."""
+    layers = "KDA" if kind is KimiDeltaAttention else "GDN"
+    kit, cases, _ = KITS[layers]
+    case = cases[-1]
+    if mode.is_target_verify():
+        case = verify_case(layers)
+    elif mode.is_extend():
+        case = next(case for case in cases if "ragged" in case.name)
+    fixture = getattr(kit, f"build_{layers.lower()}_attention_fixture")(CASE, case, **SIZES)
+    (layer, x), batch, backend = layer_of(kind, fixture), fixture.forward_batch, fixture.backend
+    cache, total = getattr(kit, f"_clone_{layers.lower()}_cache")(fixture), case.num_input_tokens
+    if mode.is_target_verify():
+        drafts._prepare_target_verify_batch(batch, case, SIZES["device"])
+        batch.spec_info = drafts._make_spec_verify_input(
+            case, batch, topk=1, device=SIZES["device"], spec_kind="eagle"
+        )
+    more = dict(positions=None, zero_allocator=None) if layers == "KDA" else {}
+
+    def run(x=x):
+        getattr(kit, f"_restore_{layers.lower()}_cache")(fixture, cache)
+        process.state.calls.counts.clear()
+        with torch.no_grad(), forward_context(ForwardContext(attn_backend=backend)):
+            backend.init_forward_metadata(batch)
+            o = layer.forward(hidden_states=x, forward_batch=batch, **more)
+        return o, set(sglang_cpu.routes(process.state.calls))
+
+    layer.out_proj = layer.o_proj = projection = Quantised(slice(None))
+    expected, _ = run()
+    monkeypatch.setattr(sglang_norm, "takes_fp8", lambda *_: True)
+    sglang_norm.hook(layer)
+    padding = 3 if mode is ForwardMode.EXTEND else 0
+    if padding:
+        batch.extend_num_tokens = batch.global_num_token_non_padded_cpu = total
+    o, routes = run(padded(x, 0, padding))
+    op = dict(DECODE="decode", EXTEND="prefill").get(mode.name, "verify")
+    assert routes == {f"{layers} {op} and norm in FP8 on backend {ROUTE}"}
+    assert projection.inputs == 1
+    heads = expected.unflatten(1, (-1, layer.head_v_dim)).float()
+    units = heads.abs().amax(-1, keepdim=True) / 448
+    error = (o[:total].unflatten(1, heads.shape[1:]) - heads).abs()
+    assert (error <= heads.abs() * 2**-4 * 1.01 + units * 2**-9 + 1e-5).all()
+    assert error.any()
+    assert not o[total:].any()
+    if mode.is_target_verify() or (layers == "KDA" and not CUDA):
+        return
+    monkeypatch.setattr(sglang_kernels.api, op, refuse)
+    o, (route,) = run()
+    assert "the engine's own kernel" in route
+    assert projection.inputs == 1
+    torch.testing.assert_close(o, expected, **NEAR)
+    process.state.refused.clear()
+
+
+@pytest.mark.parametrize(
+    ("changes", "takes"),
+    [
+        ({}, True),
+        (dict(weight_block_size=[128, 64]), False),
+        (dict(weight_block_size=None), False),
+        (dict(use_marlin=True), False),
+        (dict(use_mxfp8=True), False),
+        (dict(w8a8_block_fp8_linear=fp8_utils.triton_w8a8_block_fp8_linear), False),
+        (dict(params_dtype=torch.float16), False),
+        (dict(head_v_dim=64), False),
+        (dict(switch="0"), False),
+    ],
+)
+def test_projections_that_take_fp8(changes, takes, monkeypatch):
+    """In blocks, by DeepGEMM; SGLang's method hands our numbers and scales on to it."""
+    calls, name = [], "deepgemm_w8a8_block_fp8_linear_with_fallback"
+    monkeypatch.setattr(fp8_utils, name, lambda **given: calls.append(given))
+    monkeypatch.setenv(sglang_norm.SWITCH, changes.get("switch", "1"))
+    method = object.__new__(fp8.Fp8LinearMethod)
+    facts = dict(weight_block_size=[128, 128], use_marlin=False, use_mxfp8=False, block_quant=True)
+    facts |= dict(block_fp8_as_mxfp8=False, w8a8_block_fp8_linear=getattr(fp8_utils, name))
+    vars(method).update(facts | changes)
+    dtype = changes.get("params_dtype", torch.bfloat16)
+    linear = SimpleNamespace(quant_method=method, params_dtype=dtype, weight=0, weight_scale_inv=1)
+    attn = SimpleNamespace(head_v_dim=changes.get("head_v_dim", 128))
+    layer = SimpleNamespace(out_proj=linear, attn=attn)
+    gate = sglang_norm.GATES["Qwen3_5GatedDeltaNet"]
+    with Context().override_server_args():
+        assert sglang_norm.takes_fp8(layer, gate) == takes
+    if takes:
+        method.apply(linear, ("numbers", "scales"))
+        ((input_, scales),) = [(x["input"], x["input_scale"]) for x in calls]
+        assert (input_, scales) == ("numbers", "scales")
 
 
 @pytest.mark.parametrize(("mode", "known"), [*((mode, False) for mode in MODES), (MODES[1], True)])

@@ -328,9 +328,11 @@ def test_tokens_of_transformers(make: Any, models: Any, tmp_path: Path) -> None:
     assert {"prefill", "decode", "prefill+decode"} <= set(result.batches)
     _all_on_gated_delta(result, "prefill", "decode")
     assert result.calls["prefill from a state"]
-    assert result.calls["short_conv"] == result.calls["prefill"]
+    # Short prompts keep vLLM's convolution.
+    assert 0 < result.calls["short_conv"] < result.calls["prefill"]
     assert result.calls.get("longest")
-    assert result.calls["norm"] == (0 if make is olmo_hybrid else result.calls["decode"])
+    normed = result.calls["decode"] + result.calls["prefill"]
+    assert result.calls["norm"] == (0 if make is olmo_hybrid else normed)
     _as_planned(result, model.path, dtype=torch.float32)
 
 
@@ -348,13 +350,16 @@ def test_checkpoints(make: Any, block: int, models: Any, tmp_path: Path) -> None
         max_num_batched_tokens=1024, enable_prefix_caching=True, block_size=block
     )
     invariant = dict(VLLM_BATCH_INVARIANT=str(int(block == 64)))
-    result = run(tmp_path, model.path, job=dict(rounds=2, grid=True), env=invariant, **engine)
+    job = dict(rounds=2, grid=True) | (dict(prompts_alone=1) if make is qwen3_next else {})
+    result = run(tmp_path, model.path, job=job, env=invariant, **engine)
     assert result.tokens == model.tokens
     assert result.rounds[1]["tokens"] == model.tokens
     assert result.rounds[1]["cached"][3] >= 256
     assert bool(result.calls["checkpoints"]) == (block == 64)
     assert result.calls.get("windows", 0) == result.calls["checkpoints"]
-    assert result.calls["short_conv"] == result.calls["prefill"]
+    if block == 64:
+        assert result.calls["short_conv"] == result.calls["prefill"]
+    assert result.calls["whole rows"] == (result.calls["prefill"] if make is qwen3_next else 0)
     assert result.calls["deterministic"] == (result.calls["prefill"] if block == 64 else 0)
     _all_on_gated_delta(result, "prefill", "decode")
 
@@ -602,14 +607,15 @@ def test_rows_behind_the_batch_are_zeros(
     vars(layer).update(in_proj_qkvbfg_a=lambda _: (torch.ones(T, 3 * H * D + H + 2 * D),))
     vars(layer).update(in_proj_qkvz=lambda _: (x,), in_proj_ba=lambda _: (x[:, : 2 * H],))
     vars(layer).update(gqa_interleaved_layout=name == "Next", out_proj=lambda y: (y,))
-    vars(layer).update(order=projection.order((H, H, D, D), x.dtype, "cpu"))
+    vars(layer).update(whole_rows=name == "Next")
+    vars(layer).update(deterministic=True, order=projection.order((H, H, D, D), x.dtype, "cpu"))
     vars(layer).update(qkv_proj=lambda _: (x[:, : 3 * H * D],), b_proj=lambda _: (x[:, :H],))
     vars(layer).update(norm=torch.mul, o_norm=torch.mul, o_proj=lambda y: (y,))
     vars(layer).update(A_log=None, dt_bias=None, lower_bound=None, safe_gate=False, head_dim=D)
     rows = dict(spec_token_indx=torch.tensor([0, 2]), non_spec_token_indx=torch.tensor([1, 3]))
     names = ("num_prefills", "num_decodes", "num_spec_decodes")
     m = counts and SimpleNamespace(
-        **dict(zip(names, counts, strict=True)), num_actual_tokens=n, **rows
+        **dict(zip(names, counts, strict=True)), num_actual_tokens=n, num_prefill_tokens=n, **rows
     )
     context = SimpleNamespace(
         attn_metadata=m and dict(layer=m), no_compile_layers=dict(layer=layer)
@@ -713,6 +719,63 @@ def test_drafts_beside_single_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
         f'gated_delta health op={op} family=kda engine=vllm ours=0 engine_own=1 reason="{reason}"'
         for op, reason in dict.fromkeys(("decode", "drafts"), "another dtype").items()
     ]
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("name", ["Next", "Kimi"])
+def test_prompts_are_convolved_as_by_vllm(name: str, drafts: int) -> None:
+    """Of whole rows, beside decodes, on vLLM's windows, whose other entries stay."""
+    from gated_delta.integrations.vllm import layers as vllm_layers
+
+    H, HV, V, K = sizes = (2, 4, 8, 8) if name == "Next" else (2, 2, 8, 8)
+    C, lengths, n = projection.width(sizes), [1, 1, 2, 3, 70, 64, 1], 2
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(sum(lengths), C + HV * V, generator=generator)
+    if name == "Kimi":
+        rows = rows[:, :C]  # before beta and the gate
+    page = torch.randn(9, (3 + drafts) * C + 5, generator=generator)
+    page[0] = torch.nan
+    weight = torch.randn(C, 4, generator=generator)
+    slots, starts = torch.tensor([7, 2, 5, 0, 1, 8, 4]), torch.tensor([0, *lengths]).cumsum(0)
+    resumed = torch.tensor([True, True, True, True, False, True, False])
+    theirs = page.clone()
+
+    def windows(x: torch.Tensor) -> torch.Tensor:
+        return x[:, : (3 + drafts) * C].view(len(x), 3 + drafts, C).mT
+
+    layer = object.__new__(getattr(vllm_layers, dict(Next="Qwen").get(name, name)))
+    vars(layer).update(sizes=sizes, order=projection.order(sizes, rows.dtype, "cpu"))
+    vars(layer)["_convolution"] = lambda: (windows(page), weight, None, "silu")
+    m = SimpleNamespace(prefill_state_indices=slots[n:], prefill_has_initial_state=resumed[n:])
+    m.prefill_query_start_loc = starts[n:] - n
+    x = layer._convolve(m, rows[n:])
+    given = dict(query_start_loc=starts, cache_indices=slots, has_initial_state=resumed)
+    given |= dict(conv_states=windows(theirs), activation="silu")
+    y = vllm_steps.conv_prefill(layer._qkv(rows).T, weight, None, **given).T
+    assert torch.allclose(x, y[n:], rtol=1e-5, atol=1e-6)
+    theirs[slots[:n]] = page[slots[:n]]  # of the decodes
+    assert torch.equal(page.view(torch.int32), theirs.view(torch.int32))
+
+
+def test_a_convolution_that_ours_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows of another dtype: nothing is written, and vLLM's kernel runs from then on."""
+    from gated_delta.integrations.vllm import layers as vllm_layers
+    from gated_delta.integrations.vllm import process as vllm_process
+
+    log: list[str] = []
+    monkeypatch.setattr(vllm_process, "logger", lambda: SimpleNamespace(warning_once=log.append))
+    layer, windows = object.__new__(vllm_layers.Kimi), torch.ones(2, 48, 3)
+    vars(layer).update(sizes=(2, 2, 8, 8), prefix="layer", deterministic=True)
+    vars(layer)["_convolution"] = lambda: (windows, torch.ones(48, 4), None, "silu")
+    one = torch.ones(1, dtype=torch.int32)
+    m = SimpleNamespace(prefill_state_indices=one, prefill_has_initial_state=one > 0)
+    m.prefill_query_start_loc, m.num_prefill_tokens, m.num_prefills = one.new_tensor([0, 5]), 5, 1
+    assert layer._convolves(m)
+    assert layer._convolve(m, torch.ones(5, 48, dtype=torch.bfloat16)) is None
+    assert not layer._convolves(m)
+    assert (windows == 1).all()
+    (line,) = log
+    assert line.endswith("ours needs windows in torch.bfloat16, got torch.float32")
 
 
 def test_accepted_drafts_are_clamped_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -830,7 +893,8 @@ def test_drafts(make: Any, buffered: bool, models: Any, tmp_path: Path) -> None:
     _all_on_gated_delta(result, "prefill", "drafts")
     op = "verify" if buffered else "decode"
     assert result.calls["drafts"] == result.calls[op]
-    assert result.calls["norm"] == (0 if make is olmo_hybrid else result.calls[op])
+    normed = result.calls[op] + result.calls["prefill"]
+    assert result.calls["norm"] == (0 if make is olmo_hybrid else normed)
     assert result.calls["blocks a request"] == (1 if buffered else 4)
     assert ("gated_delta keeps drafts in 0.000 GiB, in place of" in result.log) == buffered
     if buffered:  # a call for each block table, of three KDA layers or one GDN layer
@@ -851,6 +915,7 @@ class Stack:
         for x in (self.buffer.u, self.buffer.k, self.buffer.log_decay):
             x.copy_(-torch.rand_like(x))
         self.builder = object.__new__(vllm_kvbuffer.Builder)
+        self.builder.rows = None
         self.builder.layers = [
             SimpleNamespace(
                 kv_cache=(None, self.storage[pool]),
@@ -962,6 +1027,7 @@ class Other(KimiK3KDAAttentionBackend):
 def test_what_a_kvbuffer_needs(
     changed: dict[str, Any], needed: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from gated_delta.integrations.vllm import kimi_k3
     from gated_delta.integrations.vllm import kvbuffer as vllm_kvbuffer
     from gated_delta.integrations.vllm import layers as vllm_layers
 
@@ -1003,7 +1069,7 @@ def test_what_a_kvbuffer_needs(
     hooked: list[str] = []
     monkeypatch.setattr(vllm_kvbuffer, "fold_after_sampling", lambda: hooked.append("first"))
     monkeypatch.setattr(vllm_layers.commit, "at_recoverssm_seam", lambda: hooked.append("second"))
-    monkeypatch.setattr(vllm_layers.ring, "follow_requests", lambda: hooked.append("second"))
+    monkeypatch.setattr(vllm_layers.ring, "follow_requests", lambda: hooked.append("rows"))
     monkeypatch.setattr(base, "get_attn_backend", lambda layer: case["backend"])
     if needed:
         reason = f"{switch}=1: model.layers.0 needs {needed}"
@@ -1011,10 +1077,13 @@ def test_what_a_kvbuffer_needs(
             Layer()
     else:
         in_kvbuffer = needed is not None
-        runner = "second" if case["use_v2_model_runner"] else "first"
-        ours = vllm_layers.backend_for(case["backend"])
-        assert (Layer().get_attn_backend() is ours) == in_kvbuffer
-        assert hooked == [runner] * in_kvbuffer
+        layer, runner = Layer(), ["second" if case["use_v2_model_runner"] else "first"]
+        k3 = case["backend"] is KimiK3KDAAttentionBackend
+        ours = kimi_k3.Backend if k3 else vllm_kvbuffer.Backend
+        assert (layer.get_attn_backend() is ours) == in_kvbuffer
+        rows = ["rows"] * (case["ring"] or case["mamba_cache_mode"] == "align")
+        assert hooked == ([] if case["ring"] else runner) * in_kvbuffer + rows * in_kvbuffer
+        assert layer.room == (16 if rows and in_kvbuffer and not case["ring"] else 0)
 
 
 def test_the_length_of_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1080,14 +1149,14 @@ def _all_on_gated_delta(result: Run, *kinds: str) -> None:
 
 
 def test_tokens_of_vllm(plain: Run, tmp_path: Path) -> None:
-    """decode includes the norm: in bf16 vLLM's layer passes its gate to fused kernels.
+    """Our calls include the norm: in bf16 vLLM's layer passes its gate to fused kernels.
 
     Another version, with the same code, is served.
     """
     result = run(tmp_path, TRAINED, job=dict(version="0.34.0"), **BF16)
     assert same_but_for_ties(result, plain)
     _all_on_gated_delta(result, "prefill", "decode")
-    assert result.calls["norm"] == result.calls["decode"]
+    assert result.calls["norm"] == result.calls["decode"] + result.calls["prefill"]
     _as_planned(result, TRAINED)
     assert "vllm 0.34.0 has 0.32's code" in result.log
 

@@ -34,15 +34,24 @@ class Saving(vllm_steps.Runner):
         self.check()
 
 
-@pytest.mark.parametrize(
-    ("case", "ring"),
-    [*((case, 0) for case in CASES), ("small", 31), ("asynchronous", 3), ("parts", 15)],
-)
-def test_every_hashed_block(case: str, ring: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts, or decode's ring of some tokens; 31: KDA's."""
+RUNS: list[tuple[str, dict[str, Any]]] = [
+    ("small", {}),
+    ("parts", {}),
+    ("block", dict(room=16)),
+    ("asynchronous", dict(room=8, channels=True)),
+    ("small", dict(ring=31, channels=True)),
+    ("asynchronous", dict(ring=3)),
+    ("parts", dict(ring=15)),
+]
+"""Drafts, in rows that have room for more verifies or not; decode's ring of some tokens."""
+
+
+@pytest.mark.parametrize(("case", "rows"), RUNS)
+def test_every_hashed_block(
+    case: str, rows: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(problem, "CHECK", True)
-    options = COMMON | CASES[case] | dict(ring=ring, channels=ring == 31)
-    runner = Saving(monkeypatch, 0, **options)
+    runner, ring = Saving(monkeypatch, 0, **COMMON | CASES[case] | rows), "ring" in rows
     runner.serve(25 if ring else 40)
     rare = {"aborted", "preempted", "one-token rest", "one-token part"}
     rare |= {"past a block", "short of a block", "end of a block"} if ring else {"went on"}
@@ -218,6 +227,7 @@ def test_what_a_step_commits(
     others = [5, before, 7]
     step = commit.Step(torch.tensor([1]), torch.tensor([lens]), torch.tensor(others), 16, 4)
     counts = step.accept(torch.tensor([1, sampled, 1]))
-    assert [int(x) for x in counts] == [accepted, boundary, column, boundary_column]
+    columns = [column, boundary_column]
+    assert [int(x) for x in counts] == [accepted, boundary, *columns, accepted, boundary]
     assert step.after is not None
     assert (step.after + torch.tensor([0, sampled, 0])).tolist() == [5, before + accepted, 7]

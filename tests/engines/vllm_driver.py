@@ -107,6 +107,7 @@ def count():
                 CALLS["deterministic"] += kwargs.get("deterministic", False) is not False
                 most = max(CALLS["most sequences"], len(kwargs["state_indices"]))
                 CALLS["most sequences"] = most
+                CALLS["whole rows"] += name == "short_conv" and args[2].ndim == 5
                 CALLS["checkpoints"] += kwargs.get("checkpoint_lens") is not None
                 if longest := kwargs.get("max_seqlen"):  # in chunks
                     assert 0 <= longest - int(kwargs["cu_seqlens"].diff().max()) < 64
@@ -222,6 +223,13 @@ def profile_before_the_cache():
     CPUWorker.determine_available_memory = determine_available_memory
 
 
+def prompts_alone():
+    """As a server that sends its caches to others; it decodes here all the same."""
+    from gated_delta.integrations.vllm import layers
+
+    layers.only_prefills = lambda config: True
+
+
 def fail(op):
     """The operation ends with an error when it is run."""
     from gated_delta import api
@@ -321,6 +329,8 @@ def main():
         fail(job["fail"])
     if "refuse" in job:
         refuse(job["refuse"])
+    if "prompts_alone" in job:
+        prompts_alone()
     kernels = dict(looked_for=[], needed=[])
     record(kernels, job.get("on_gpu"))
     stand_in("speculative_config" in job["engine"] and not job.get("own_convolution"))

@@ -491,8 +491,8 @@ class Runner(Steps):
         inputs.is_prefilling_np = known < prefill
         inputs.prefill_runs_as_decode_np = (known < prefill) & (new == 1) & (known > 0)
         inputs.num_draft_tokens_per_req = np.array(drafts, np.int32)
-        if self.ring and max(lens) == 1:  # as for a CUDA graph
-            self._pad(inputs)
+        if self.ring + self.room and min(lens) == max(lens) == 1 + self.drafts:
+            self._pad(inputs)  # as for a CUDA graph
         self.model.preprocess_state(inputs, self._tables(), self.cache, self.computed)
         texts = []
         for request, s, n, k in zip(requests, lens, self.computed[rows].tolist(), drafts):
@@ -576,8 +576,9 @@ class Runner(Steps):
         """With rows behind the batch's; vLLM's metadata has them too."""
         n = inputs.num_reqs
         more = -n % 4 if (inputs.is_prefilling_np <= inputs.prefill_runs_as_decode_np).all() else 0
-        inputs.num_reqs_after_padding = inputs.num_tokens_after_padding = n + more
-        inputs.query_start_loc = F.pad(inputs.query_start_loc, (0, more), value=n)
+        inputs.num_reqs_after_padding = n + more
+        inputs.num_tokens_after_padding = (n + more) * (1 + self.drafts)
+        inputs.query_start_loc = F.pad(inputs.query_start_loc, (0, more), value=inputs.num_tokens)
         inputs.query_start_loc_np = inputs.query_start_loc.numpy()
         inputs.seq_lens = F.pad(inputs.seq_lens, (0, more))
         inputs.seq_lens_cpu_upper_bound = F.pad(inputs.seq_lens_cpu_upper_bound, (0, more))
@@ -673,6 +674,7 @@ class Runner(Steps):
                 text = text[: self.random.choice((len(text), self.random.randrange(200)))]
                 more = self.random.choice((1, 1, 5, 40, 90))
                 text = [*text, *(self.random.randrange(VOCABULARY) for _ in range(more))]
+                # With drafts vLLM resumes at fewer tokens than the state has.
                 goes_on = self.ring > 0 and self.random.random() < 0.3
                 self.add(f"{added}", text, self.random.randrange(1, 60), goes_on)
                 added += 1

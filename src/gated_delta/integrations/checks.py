@@ -55,6 +55,12 @@ def shaped(name: str, x: object, *shapes: list[int], ones: bool = False) -> Tens
     return x.reshape(shapes[0])
 
 
+def has_aligned_rows(x: Tensor) -> bool:
+    """Whether each row of x, its last dimension, starts at a multiple of 16 bytes."""
+    steps = (stride * x.element_size() for stride in x.stride()[:-1])
+    return x.stride(-1) == 1 and not any(at % 16 for at in (x.data_ptr(), *steps))
+
+
 def _without_ones(shape: list[int]) -> list[int]:
     return [size for size in shape if size != 1]
 

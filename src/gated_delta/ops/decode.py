@@ -94,7 +94,7 @@ NORM_SCHEDULES: dict[tuple[str, str, bool], Table] = {
     ),
     ("head", "fp32", True): (
         (LARGE, Schedule(8, 256, True)),
-        (6 * MIB, Schedule(8, 256)),
+        (6 * MIB, Schedule(4, 256, prefetch=False)),
         (2 * MIB, Schedule(8, 64, cluster=True)),
         (0, CLUSTER_OF_4),
     ),

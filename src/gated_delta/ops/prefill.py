@@ -397,7 +397,6 @@ class PrefillLaunch(TokensLaunch):
                 and N * HV * segments * (problem.V // kind.rows) > sms,
                 queued=kind.is_queued(N * HV, sms),
                 overlapped=kind.overlapped,
-                joined=kind.joined,
                 summary=kind.summary,
             )
         )

@@ -36,8 +36,6 @@ class Kind:
     """The scan runs beside the preparation and waits for its counters."""
     segmented: bool = False
     """Segments of a sequence are scanned at once."""
-    joined: bool = False
-    """A CTA goes on through segments without a window: no states pass between CTAs."""
     summary: bool = False
     """M and B of whole sequences."""
     resumed: bool = False
@@ -108,7 +106,6 @@ def _facts(kind: Kind, problem: Problem, gpu: Gpu) -> dict[str, dict[str, Any]]:
     scan = facts("axis", "K", "V", "dtype", "state_dtype")
     summary: dict[str, Any] = dict(summary=True) if kind.summary else {}
     resumed = dict(resumed=True) if kind.resumed else {}
-    joined = dict(joined=True) if kind.joined else {}
     passing = dict(V=problem.V) | stages
     return {
         "rank": dict(overlapped=kind.overlapped),
@@ -117,12 +114,7 @@ def _facts(kind: Kind, problem: Problem, gpu: Gpu) -> dict[str, dict[str, Any]]:
         "transitions": scan | more | grid | summary | resumed,
         "state_passing": passing | grid | (summary and summary | dict(K=problem.K)),
         "state_passing_resumed": passing | dict(resumed=True, K=problem.K),
-        "scan": scan
-        | dict(windows=windows["windows"] and not grid)
-        | checkpoints
-        | stages
-        | grid
-        | joined,
+        "scan": scan | dict(windows=windows["windows"] and not grid) | checkpoints | stages | grid,
         "scan_raw": facts("g_dtype", "gate", "state_dtype") | checkpoints,
         "fused": gate | facts("state_dtype") | checkpoints,
         "overlapped": facts("axis") | gate | facts("state_dtype") | checkpoints,
@@ -143,11 +135,6 @@ def _is_deterministic(problem: Problem) -> bool:
 def _takes_segments(problem: Problem) -> bool:
     # Segments change bits; a CTA's rows, and where its chunks are prepared, do not.
     return not _is_deterministic(problem) and _has_segments(problem)
-
-
-def _takes_joined(problem: Problem) -> bool:
-    is_kda = problem.axis == "channel"
-    return is_kda and problem.K == problem.V == 128 and not _is_deterministic(problem)
 
 
 def _takes_grid(problem: Problem) -> bool:
@@ -185,7 +172,6 @@ SEGMENTS = Kind(
     hopper=False,
     segmented=True,
 )
-JOINED = Kind("joined", TILES.kernels, _takes_joined, segmented=True, joined=True)
 SUMMARY = Kind(
     "summary",
     ("prepare", "transitions", "state_passing"),

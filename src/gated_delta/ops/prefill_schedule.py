@@ -12,17 +12,7 @@ from typing import NamedTuple
 from ..gpus import Gpu
 from ..kernels.prefill.arguments import CHUNK
 from ..problem import Problem
-from .prefill_kinds import (
-    FUSED,
-    GRID,
-    JOINED,
-    OVERLAPPED,
-    RAW,
-    RAW_OVERLAPPED,
-    SEGMENTS,
-    TILES,
-    Kind,
-)
+from .prefill_kinds import FUSED, GRID, OVERLAPPED, RAW, RAW_OVERLAPPED, SEGMENTS, TILES, Kind
 
 # Load imbalance: chunks of the longest sequence over the chunks of all heads per SM.
 MAX_IMBALANCE = 2.0
@@ -49,8 +39,7 @@ class Schedule(NamedTuple):
 
     @property
     def label(self) -> str:
-        name = f" {self.kind.name}" if self.kind.joined else ""
-        return f"{self.segments}{name} segments" if self.segments > 1 else self.kind.name
+        return f"{self.segments} segments" if self.segments > 1 else self.kind.name
 
     def __str__(self) -> str:
         return f"{self.label}: {self.rule}" if self.rule else self.label
@@ -106,14 +95,6 @@ class Call(NamedTuple):
             return 1
         short = min(length // SHORT_SEGMENT, MAX_SHORT_SEGMENTS)
         return min(self.sms // self.ctas, max(length // SEGMENT_TOKENS, short))
-
-    @property
-    def joined_segments(self) -> int:
-        """The same where no states pass between segments, which may be half as long."""
-        length = self.tokens // max(self.sequences, 1)
-        if not self.ctas or length < 2 * SHORT_SEGMENT:
-            return 1
-        return min(self.sms // self.ctas, 2 * length // SHORT_SEGMENT, MAX_SHORT_SEGMENTS)
 
     @property
     def fused_fills(self) -> bool:
@@ -185,12 +166,6 @@ RULES = (
         ),
         "KDA 32/32, 1 x 8192: 228 us, tiles 290",
     ),
-    Rule(
-        JOINED,
-        "KDA, few heads: SMs for 2 segments of each",
-        lambda c: c.joined_segments >= 2,
-        "8/8, 1 x 1024",
-    ),
     Rule(TILES, "all others", lambda c: True, ""),
 )
 """The first rule that holds and whose kind supports the problem (`Kind.supports`) decides."""
@@ -209,12 +184,8 @@ def rule_of(call: Call) -> Rule:
 
 def schedule_of(call: Call) -> Schedule:
     rule = rule_of(call)
-    segments = 1
-    if rule.kind.joined:
-        segments = call.joined_segments
-    elif rule.kind.segmented and not rule.kind.on_grid:
-        segments = call.segments
-    return Schedule(rule.kind, segments, rule.condition)
+    has_number = rule.kind.segmented and not rule.kind.on_grid
+    return Schedule(rule.kind, call.segments if has_number else 1, rule.condition)
 
 
 def is_packed(problem: Problem) -> bool:

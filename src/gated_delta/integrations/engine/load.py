@@ -10,10 +10,15 @@ import torch
 
 from gated_delta import api, compile, dispatch
 from gated_delta.gpus import Gpu, gpu_of
-from gated_delta.problem import UnsupportedProblem, unique
+from gated_delta.problem import MAX_BUFFER, UnsupportedProblem, unique
 
 Call = tuple[str, dict[str, Any]]
 """An operation and its arguments."""
+
+
+def room(drafts: int) -> int:
+    """Tokens of a row in which accepted drafts stay, for so many of a verify."""
+    return min(4 * drafts, MAX_BUFFER)
 
 
 def drafts_line(buffer: float, states: float) -> str:

@@ -143,9 +143,13 @@ class WholeRows:
         layer, attn = self.layer, self.layer.attn
         H, HV, V = attn.num_k_heads, attn.num_v_heads, attn.head_v_dim
         rows, ba = layer._forward_input_proj(hidden_states)
-        z = copied(parts_of(attn, rows)[3]).view(-1, V)
+        z, fused = parts_of(attn, rows)[3], process.state.norms.get(attn.A_log)
+        if fused is not None:
+            fused.project(z)
         b, a = (x.reshape(-1, HV) for x in ba.view(len(ba), H, -1).chunk(2, 2))
         o = layer.attn(forward_batch, mixed_qkv=rows, a=a, b=b).reshape(-1, V)
-        if o.shape != z.shape:  # rows that data parallelism adds
-            o = torch.nn.functional.pad(o, (0, 0, 0, len(z) - len(o)))
+        if len(o) < len(rows) * HV:  # rows that data parallelism adds
+            o = torch.nn.functional.pad(o, (0, 0, 0, len(rows) * HV - len(o)))
+        if fused is None or not fused.applied:
+            z = copied(z).view(-1, V)
         return layer.out_proj(layer.norm(o, z).reshape(len(rows), -1))[0]

@@ -121,32 +121,35 @@ class Operations:
             q, k, v, a, b = tokens
             rows = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), a, b
             call = self._raw(rows, given) | _pool(given, q.shape[1])
-            if norm:
-                call |= norm | dict(z=norm["z"].transpose(0, 1))
+            rows_of_norm = (x for x in norm if x != "norm")
+            call |= norm | {x: norm[x].transpose(0, 1) for x in rows_of_norm}
             if ring:  # the engine advances its lengths, once per step
                 call |= dict(buffer=ring, buffer_indices=call["state_indices"])
                 call |= dict(buffer_lens=given["replayssm_write_pos"])
             elif own_ring:
                 call |= own_ring.arguments(given["ssm_states"], q.shape[1])
             o = api.decode(**call, scale=given.get("scale"), backend=backend)
-            return self._applied(o, norm, given).transpose(0, 1)
+            return self._applied(o.transpose(0, 1), v, norm, given)
 
         where = " with ReplaySSM's ring" if ring else " in a ring" if own_ring else ""
-        more = (" and norm" if norm else "") + where
+        more = _more(norm) + where
         engine = None if own_ring else engine  # which would not read the ring
         return self._run("decode", ours, engine, missing, tokens, given, more)
 
-    def _norm(self, tokens: Tokens, given: Given) -> Given:
-        """norm and z [1, T, HV, V] of a layer whose norm our call can include; else nothing."""
+    def _norm(self, tokens: Tokens, given: Given, padded: bool = False) -> Given:
+        """norm, z [1, T, ...] and outputs in FP8 of a layer whose norm our call can include."""
         fused = process.state.norms.get(given["A_log"])
-        norm: Given = fused.arguments(tokens[2][0]) if fused else {}
-        return norm | dict(z=norm["z"][None]) if norm else norm
+        norm: Given = fused.arguments(tokens[2][0], padded) if fused else {}
+        return norm | {x: norm[x][None] for x in norm if x != "norm"}
 
-    def _applied(self, o: Tensor, norm: Given, given: Given) -> Tensor:
-        """o of our call; the layer's norm leaves it as it is if the call had it."""
+    def _applied(self, o: Tensor, v: Tensor, norm: Given, given: Given) -> Tensor:
+        """o of our call; the layer's norm leaves it as it is if the call had it.
+
+        In FP8: memory like v's, which nobody reads. The norm has the numbers.
+        """
         if norm:
             process.state.norms[given["A_log"]].applied = True
-        return o
+        return v.new_empty(v.shape) if "out" in norm else o
 
     def extend(self, q: Tensor, k: Tensor, v: Tensor, g: Any, beta: Tensor, **given: Any) -> Any:
         """Packed prompts or parts of prompts: q, k, v [1, T, H, D], g raw, beta logits.
@@ -162,11 +165,13 @@ class Operations:
             gate = dict(A_log=A_log, dt_bias=dt_bias)
         missing = "" if "A_log" in gate else "raw gates, not those of multi-item scoring"
         tokens = q, k, v, g, beta
+        # Graphs that break at the layer have the engine's norm, which may have other bits.
+        norm = {} if missing or process.state.deterministic else self._norm(tokens, gate, True)
 
         def ours(backend: str) -> Any:
             bounds, states = given["query_start_loc"], given["ssm_states"]
             N = len(bounds) - 1
-            call = self._raw(tokens, gate)
+            call = self._raw(tokens, gate) | norm
             call |= _pool(given, N) | dict(
                 deterministic=process.state.deterministic,
                 max_seqlen=process.state.max_seqlen.get(bounds),
@@ -181,9 +186,11 @@ class Operations:
                     checkpoint_lens=given["track_chunk_idx"][:N, None] * process.CHUNK,
                     checkpoints=checkpoints[:N, None],
                 )
-            o, _ = api.prefill(**call, cu_seqlens=bounds, out=given.get("output"), backend=backend)
+            call = dict(out=given.get("output")) | call
+            o, _ = api.prefill(**call, cu_seqlens=bounds, backend=backend)
             if track is not None and checkpoints is not track:
                 track.copy_(checkpoints)
+            o = self._applied(o, v, norm, gate)
             if gdn:
                 return o, None, None
             return (o, None) if given.get("return_intermediate_states") else o
@@ -195,7 +202,7 @@ class Operations:
                 _copy_tracked(results[2], given)
             return results
 
-        return self._run("prefill", ours, engines, missing, tokens, given)
+        return self._run("prefill", ours, engines, missing, tokens, given, _more(norm))
 
     def target_verify(self, **given: Any) -> Tensor:
         """Drafts q, k, v, packed [1, T, H, D]. The pool stays as it is.
@@ -230,13 +237,13 @@ class Operations:
                     call |= ring.arguments(given["ssm_states"], N)
                 else:
                     call |= dict(parents=tree, buffer=scratch, buffer_indices=rows)
-                return self._applied(api.verify(**call), norm, given)
+                return self._applied(api.verify(**call), tokens[2], norm, given)
             steps = dict(intermediate_states=scratch, intermediate_indices=rows)
-            return self._applied(api.decode(**call, **steps, update_state=False), norm, given)
+            o = api.decode(**call, **steps, update_state=False)
+            return self._applied(o, tokens[2], norm, given)
 
         engines = None if in_kvbuffer else lambda: engine.target_verify(**given)
-        more = " and norm" if norm else ""
-        return self._run("verify", ours, engines, missing, tokens, given, more)
+        return self._run("verify", ours, engines, missing, tokens, given, _more(norm))
 
     def _raw(self, tokens: Tokens, given: Given) -> Given:
         """Arguments for tokens with a raw gate: the layer's gate too."""
@@ -290,6 +297,11 @@ class Operations:
         state.count(self.layers, mode, route, missing)
         assert engine is not None
         return engine()
+
+
+def _more(norm: Given) -> str:
+    """What a call includes, for the log."""
+    return " and norm in FP8" if "out" in norm else " and norm" if norm else ""
 
 
 def _pool(given: Given, N: int) -> Given:

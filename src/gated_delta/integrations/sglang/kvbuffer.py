@@ -108,7 +108,7 @@ def _capacity(configurator: Any, drafts: int, tree: bool) -> int:
     if missing := next((rule for rule, held in kept.items() if not held), ""):
         process.LOG.info("gated_delta folds drafts after every verify; seldom needs %s", missing)
         return drafts
-    return process.room(drafts)
+    return load.room(drafts)
 
 
 def layer_of(configurator: Any) -> Layer | None:

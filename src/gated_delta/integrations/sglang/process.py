@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from gated_delta.integrations.engine import releases
 from gated_delta.integrations.engine.calls import Calls
-from gated_delta.problem import MAX_BUFFER, MAX_DRAFT
+from gated_delta.problem import MAX_DRAFT
 
 NAME = "gated_delta"
 RELEASE = releases.SGLANG
@@ -103,11 +103,6 @@ def drafts_need(tokens: int, tree: bool, in_kvbuffer: bool) -> str:
     if tree and not in_kvbuffer:
         return "a KVBuffer for drafts that form a tree (GATED_DELTA_SGLANG_KVBUFFER=1)"
     return ""
-
-
-def room(drafts: int) -> int:
-    """Tokens of a row in which accepted drafts stay."""
-    return min(4 * drafts, MAX_BUFFER)
 
 
 def hook(hooks: Mapping[str, Callable[..., Any]], kind: str) -> None:

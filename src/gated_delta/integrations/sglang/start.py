@@ -10,13 +10,13 @@ from torch import Tensor
 from gated_delta.integrations.checks import gate_of
 from gated_delta.integrations.engine import card_check, load
 from gated_delta.integrations.sglang import conv, cuts, graphs, kernels, norm, process
-from gated_delta.problem import TAPS, GatedNorm, KVBuffer, ShortConv, UnsupportedProblem
+from gated_delta.problem import FP8, TAPS, GatedNorm, KVBuffer, ShortConv, UnsupportedProblem
 
 
 class Layer(NamedTuple):
     """A linear layer on this rank: "GDN" or "KDA", heads, head dims, the dtype of its tokens.
 
-    norm: decode and verify include its gated norm.
+    norm: our calls include its gated norm. fp8: they also quantise its results.
     """
 
     layers: str
@@ -27,6 +27,7 @@ class Layer(NamedTuple):
     dtype: torch.dtype
     lower_bound: float | None = None
     norm: bool = False
+    fp8: bool = False
 
     def tokens(self, T: int, device: torch.device) -> dict[str, Any]:
         """A packed sequence of T tokens."""
@@ -77,14 +78,17 @@ class Layer(NamedTuple):
         pool = dict(
             state=state, state_indices=zero, null_index=0, backend=process.backend_for(state)
         )
-        prompt = self.tokens(process.CHUNK, device) | pool
-        prompt |= dict(cu_seqlens=bounds(process.CHUNK), deterministic=process.state.deterministic)
         norm = GatedNorm(torch.ones(self.V, dtype=self.dtype, device=device))
 
-        def steps(T: int) -> dict[str, Any]:
-            tokens = self.tokens(T, device) | pool
+        def normed(tokens: dict[str, Any]) -> dict[str, Any]:
             return tokens | (dict(z=tokens["v"], norm=norm) if self.norm else {})
 
+        def steps(T: int) -> dict[str, Any]:
+            return normed(self.tokens(T, device) | pool)
+
+        prompt = self.tokens(process.CHUNK, device) | pool
+        prompt = prompt if process.state.deterministic else normed(prompt)
+        prompt |= dict(cu_seqlens=bounds(process.CHUNK), deterministic=process.state.deterministic)
         decode = steps(1)
         calls = dict(decode=[("decode", decode)], prefill=[("prefill", prompt)])
         if ring and not kernels.ring_lacks(ring):
@@ -128,6 +132,15 @@ def linear_layers(runner: Any) -> list[Any]:
     return [module for module in modules if isinstance(module.attn, RadixLinearAttention)]
 
 
+def in_fp8(calls: list[load.Call]) -> list[load.Call]:
+    """The calls with a norm, with outputs in FP8."""
+    normed = [(op, given, given["v"]) for op, given in calls if "z" in given]
+    return [
+        (op, given | dict(out=v.to(FP8), out_scales=v.new_zeros(v.shape[:-1], dtype=torch.float32)))
+        for op, given, v in normed
+    ]
+
+
 def check(backend: Any, runner: Any) -> None:
     """Loads the kernels that the layers of a new attention backend launch in our modes.
 
@@ -145,9 +158,10 @@ def check(backend: Any, runner: Any) -> None:
     layer_ids: dict[Layer, int] = {}  # the last layer of each kind
     modules = linear_layers(runner)
     for module in modules:
-        attn, fused = module.attn, norm.gate_of(module) is not None
+        attn, gate = module.attn, norm.gate_of(module)
+        fused = gate is not None, gate is not None and norm.takes_fp8(module, gate)
         heads = attn.num_k_heads, attn.num_v_heads, attn.head_k_dim, attn.head_v_dim
-        layer_ids[Layer(kind, *heads, runner.dtype, attn.lower_bound, fused)] = attn.layer_id
+        layer_ids[Layer(kind, *heads, runner.dtype, attn.lower_bound, *fused)] = attn.layer_id
     ours: list[load.Call] = []
     for layer, layer_id in layer_ids.items():
         caches = runner.req_to_token_pool.mamba2_layer_cache(layer_id)
@@ -169,7 +183,7 @@ def check(backend: Any, runner: Any) -> None:
             folds=own_ring is not None,
         )
         for mode in sorted(process.chosen() & by_mode.keys()):
-            calls = by_mode[mode]
+            calls = by_mode[mode] + (in_fp8(by_mode[mode]) if layer.fp8 else [])
             refused = load.refused(calls) or card_check.failing(calls, process.LOG)
             if refused:
                 why = process.state.left[kind, mode] = load.why(refused)
@@ -191,7 +205,7 @@ def check(backend: Any, runner: Any) -> None:
         conv.hook(backend, ())
     if process.state.deterministic and "prefill" in served:
         cuts.align()
-    for module in modules if served & {"decode", "verify"} else ():
+    for module in modules if served else ():
         norm.hook(module)
     if ours:  # all modes at once, so that an error names every missing kernel
         load.load(ours, ours[0][1]["state"].device)

@@ -22,11 +22,12 @@ def too_many(drafts: int) -> dict[str, str]:
 class Recurrence:
     """A linear layer on this rank, as our operations see it.
 
-    sizes: H, HV, V, K. channels: the gate has K channels. num_spec: draft tokens. fuses_norm:
-    decode includes the gated norm. aligned: prefill also keeps states inside a prompt.
+    sizes: H, HV, V, K. channels: the gate has K channels. num_spec: draft tokens. fuses_norm: our
+    operations include the gated norm. aligned: prefill also keeps states inside a prompt.
     allow_neg_eigval: beta is 2 sigmoid(b). buffered: drafts go to a KVBuffer. ring: decode keeps so
     many tokens in one, in a request's row; 0: none. room: tokens of a row in which accepted drafts
-    stay; 0: they do not. kvbuffer: of either, once there is one. Gate weights A_log, dt_bias: any device.
+    stay; 0: they do not. kvbuffer: of either, once there is one. Gate weights A_log, dt_bias: any
+    device.
     """
 
     channels = False
@@ -68,7 +69,7 @@ class Recurrence:
     ) -> dict[str, Any]:
         """An operation's arguments for tokens: packed sequences, or one token a sequence.
 
-        rows: x after the convolution, g, beta, and z if decode includes the norm.
+        rows: x after the convolution, g, beta, and z if the operation includes the norm.
         """
         (H, HV, V, K), (x, g, beta, *z) = self.sizes, rows
         lead = (1, len(x)) if packed else (len(x), 1)
@@ -84,7 +85,10 @@ class Recurrence:
                 weight = torch.empty_like(weight, device=x.device)
             activation = "sigmoid" if norm.activation == "sigmoid" else "silu"  # or "swish"
             gated = GatedNorm(weight, norm.eps, activation)
-            tensors |= dict(z=z[0].reshape(*lead, HV, V), norm=gated)
+            gate_of_norm = z[0].unflatten(0, lead)
+            if not packed or gate_of_norm.is_contiguous():  # prefill alone takes z in groups
+                gate_of_norm = gate_of_norm.reshape(*lead, HV, V)
+            tensors |= dict(z=gate_of_norm, norm=gated)
         gate = gate or self._gate(self.A_log, self.dt_bias)
         flags = dict(beta_logits=True, allow_neg_eigval=bool(self.allow_neg_eigval))
         options = dict(null_index=self.null_index, backend=self.backend)
@@ -133,7 +137,7 @@ class Recurrence:
             cases.append(("prefill", tokens, prefill | checkpoints))
 
         def call(op: str, n: int, options: dict[str, Any]) -> load.Call:
-            inputs = [x[:n] for x in rows[: 3 if op == "prefill" else 4]]
+            inputs = [x[:n] for x in rows]
             return op, self._arguments(inputs, pool, "cu_seqlens" in options, gate) | options
 
         weight = pool.new_empty(rows[0].shape[1], TAPS, dtype=self._conv_dtype())

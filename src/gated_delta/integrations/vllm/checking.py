@@ -19,12 +19,13 @@ from gated_delta.integrations.vllm import process
 class Steps:
     """The steps of vLLM's second model runner, for a StateCheck.
 
-    block: tokens of a block. module: the layers', which call its `api`. Of the step that runs:
+    block: tokens of a block. caller: the module whose `api` the layers call. Of the step that runs:
     rows, by the batch's order, and each layer's blocks by sequence.
     """
 
-    def __init__(self, block: int, module: Any):
-        self.module, self.block, self.check = module, block, StateCheck({}, NULL_BLOCK_ID)
+    def __init__(self, block: int, caller: Any):
+        self.block, self.caller = block, caller
+        self.check = StateCheck({}, NULL_BLOCK_ID)
         self.watching = False
         self.rows: list[int] = []
         self.blocks: dict[str, list[list[int]]] = {}
@@ -52,7 +53,7 @@ class Steps:
         self.watching = True
         ours = [x for x in process.in_order() if x.prefix in names and not x.refused]
         self.check.layers = {x.prefix: x.kv_cache[1] for x in ours}
-        self.module.api = Checked(self.module.api, self.check)
+        self.caller.api = Checked(self.caller.api, self.check)
 
     def after(self, computed: Any) -> None:
         """Compares, when vLLM has committed the step. computed: tokens of each row."""
@@ -73,10 +74,9 @@ class Steps:
         self.check.end_step()
 
 
-def start(vllm_config: Any, module: Any) -> None:
-    """Hooks into vLLM's second model runner, which keeps its blocks' states.
+def start(vllm_config: Any, caller: Any) -> None:
+    """Hooks into vLLM's second model runner, which keeps its blocks' states. caller: as for Steps.
 
-    module: the layers'.
     Raises RuntimeError if CUDA graphs would run decode without a call.
     """
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
@@ -90,11 +90,11 @@ def start(vllm_config: Any, module: Any) -> None:
         return
     if vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
         raise RuntimeError("GATED_DELTA_CHECK=1 needs --enforce-eager: graphs run no Python")
-    hook(module)
+    hook(caller)
 
 
 @functools.cache
-def hook(module: Any) -> None:
+def hook(caller: Any) -> None:
     """Has the runner's steps compared."""
     from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState as State
 
@@ -106,7 +106,7 @@ def hook(module: Any) -> None:
     @functools.wraps(build)
     def built(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         build(self, vllm_config, *args, **kwargs)
-        self.gated_delta_steps = Steps(vllm_config.cache_config.mamba_block_size, module)
+        self.gated_delta_steps = Steps(vllm_config.cache_config.mamba_block_size, caller)
 
     @functools.wraps(add)
     def added(self: Any, row: int, request: Any) -> None:

@@ -76,8 +76,8 @@ class Step:
                 held = self.requests.step_lens[: len(accepted)]
                 to_boundary = (held + boundary).masked_fill(boundary == 0, 0)
                 folded = self.requests.keep(accepted, due), to_boundary
-            columns = (x.clamp(max=self.columns - 1) for x in (last, column))
-            self.counts = Counts(accepted, boundary, *columns, *folded)
+            last, column = (x.clamp(max=self.columns - 1) for x in (last, column))
+            self.counts = Counts(accepted, boundary, last, column, *folded)
             # vLLM adds `sampled` to it, 0 or not.
             self.after = self.before.index_copy(0, self.rows, (end - taken).to(self.before.dtype))
         return self.counts

@@ -2,7 +2,7 @@
 
 vLLM's second model runner commits K3's drafts through a context of the metadata, RecoverSSM's. Here
 the context is ours, and vLLM keeps no records of its own. Imports vLLM, and its module for K3, so
-`layers.backend_for` alone imports it.
+layers.py imports it for them alone.
 """
 
 from __future__ import annotations

@@ -172,7 +172,7 @@ def lacks(layer: Any, backend: Any, vllm_config: Any) -> list[str]:
         "--pipeline-parallel-size 1": parallel.pipeline_parallel_size > 1,
         "no --enable-dbo, no --ubatch-size": parallel.use_ubatching,
         "VLLM_USE_V2_MODEL_RUNNER=1 for Kimi K3": k3 and not vllm_config.use_v2_model_runner,
-        "vLLM's metadata for GDN or Kimi K3": backend is not GDNAttentionBackend and not k3,
+        "vLLM's metadata for GDN or Kimi K3": not k3 and backend is not GDNAttentionBackend,
         "another model than Kimi K3": k3 and layer.ring > 0,
     }
     return [needed for needed, lacking in missing.items() if lacking]
@@ -187,13 +187,9 @@ def _lacks_of_runner(layer: Any, vllm_config: Any) -> dict[str, bool]:
     # It sends a state that drafts or a row may follow, between blocks.
     both_ways = any(x.get("bidirectional_kv_xfer") for x in extras)
     if layer.ring:
-        parallel, release = vllm_config.parallel_config, releases.VLLM_RING[DEVICE]
-        other = release.refusal(vllm.__version__)
         return {
-            "VLLM_USE_V2_MODEL_RUNNER=1": v1,
-            f"vLLM {release.version}, not {other}": other is not None,
+            **dict.fromkeys(rows_lack(vllm_config), True),
             "no draft tokens": layer.num_spec > 0,
-            "--prefill-context-parallel-size 1": parallel.prefill_context_parallel_size > 1,
             # Without blocks it may send any state.
             "no KV connector, or --enable-prefix-caching": connector is not None and not cached,
             "no bidirectional_kv_xfer of a KV connector": both_ways,
@@ -204,6 +200,19 @@ def _lacks_of_runner(layer: Any, vllm_config: Any) -> dict[str, bool]:
         "no KV connector, or VLLM_USE_V2_MODEL_RUNNER=1": connector is not None and v1,
         "no bidirectional_kv_xfer of a KV connector": both_ways,
     }
+
+
+def rows_lack(vllm_config: Any, cached: bool = False) -> list[str]:
+    """What vLLM lacks for rows of requests; cached: and for its prefix cache."""
+    release, parallel = releases.VLLM_RING[DEVICE], vllm_config.parallel_config
+    other = release.refusal(vllm.__version__)
+    missing = {
+        "VLLM_USE_V2_MODEL_RUNNER=1": not vllm_config.use_v2_model_runner,
+        f"vLLM {release.version}, not {other}": other is not None,
+        "--prefill-context-parallel-size 1": parallel.prefill_context_parallel_size > 1,
+        "--enable-prefix-caching": cached and vllm_config.cache_config.mamba_cache_mode != "align",
+    }
+    return [needed for needed, lacking in missing.items() if lacking]
 
 
 def refuse_cache(layer: Any, vllm_config: Any, block: int) -> None:
@@ -222,11 +231,6 @@ def refuse_cache(layer: Any, vllm_config: Any, block: int) -> None:
     if needed and vllm_config.cache_config.mamba_cache_mode != "none":
         needs = f"--no-enable-prefix-caching, or {'; '.join(needed)}"
         raise RuntimeError(f"{DRAFTS}=1: {layer.prefix} needs {needs}")
-
-
-def room(drafts: int) -> int:
-    """Tokens of a row in which accepted drafts stay."""
-    return min(4 * drafts, MAX_BUFFER)
 
 
 def ring_tokens(vllm_config: Any) -> int:

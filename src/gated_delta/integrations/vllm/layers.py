@@ -1,7 +1,7 @@
 """vLLM's GDN and KDA layers with their core on gated_delta.
 
 A layer's core is its short convolution and the recurrence, on vLLM's cache in place. Prompts are
-convolved by `short_conv`, on views of the projection; decodes and drafts by vLLM's kernel. decode
+convolved by `short_conv`, on views of the projection; decodes and drafts by vLLM's kernel. The core
 includes the gated norm after it if the layer passes the norm's gate to its core (Qwen3-Next,
 Qwen3.5, KDA). Projections, other norms, caches and scheduling stay with vLLM, and so does an
 operation that gated_delta cannot run for a layer. Imports vLLM; `vllm.register` imports it.
@@ -36,8 +36,8 @@ from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 
 from gated_delta import __version__, api, problem
 from gated_delta.compile import flag
-from gated_delta.integrations.checks import in_chunks
-from gated_delta.integrations.engine import projection
+from gated_delta.integrations.checks import has_aligned_rows, in_chunks
+from gated_delta.integrations.engine import load, projection
 from gated_delta.integrations.vllm import checking, commit, cuts, kvbuffer, process, ring, start
 from gated_delta.integrations.vllm.calls import Recurrence
 from gated_delta.integrations.vllm.start import BACKEND, DEVICE
@@ -46,6 +46,9 @@ from gated_delta.problem import CHECKPOINT_INTERVAL, TAPS, UnsupportedProblem, u
 
 GRID = "get_mamba_prefill_checkpoint_grid"  # not in vLLM 0.32
 BLOCK = 8  # tokens per block of vLLM's prefill convolution
+LEAST_TOKENS = 64
+"""Tokens of a prompt, on average, from which our convolution runs: 64 prompts of 16 tokens take 27
+us on an H100, in vLLM's 18."""
 
 
 class Core(Recurrence, abstract.MambaBase):
@@ -74,32 +77,45 @@ class Core(Recurrence, abstract.MambaBase):
         self.rows: Any = None
         self.buffered = flag(kvbuffer.DRAFTS, False) and self.num_spec > 0 and not left
         self.ring = kvbuffer.ring_tokens(vllm_config) if "prefill" not in left else 0
-        v2 = vllm_config.use_v2_model_runner
-        stay = self.buffered and self.drafts_stay and v2 and align
-        self.room = kvbuffer.room(1 + self.num_spec) if stay else 0
-        missing = start.missing(self, start.small_pool(self), left)
-        if missing and self.room:  # then its accepted drafts are folded after each verify
-            self.room, missing = 0, start.missing(self, start.small_pool(self), left)
-        self._refuse(missing | left)
+        needs = [] if self.drafts_stay else ["other layers than Kimi K3's"]
+        needs += kvbuffer.rows_lack(vllm_config, cached=True)
+        seldom = needs if self.buffered else [""]
+        self.room = 0 if seldom else load.room(1 + self.num_spec)
+        refused = start.missing(self, start.small_pool(self), left)
+        if refused and self.room:
+            self.room, seldom = 0, [load.why(refused)]
+            refused = start.missing(self, start.small_pool(self), left)
+        self._refuse(refused | left)
         process.layers.add(self)
         where = "decode: {}; prefill: {}".format(*process.routes(self))
         process.logger().info_once(
             f"gated_delta {__version__}, backend {BACKEND}, in {self.name}: {where}"
         )
         if self.buffered or self.ring:
-            missing = kvbuffer.lacks(self, super().get_attn_backend(), vllm_config)
-            if missing:
-                switch = kvbuffer.RING if self.ring else kvbuffer.DRAFTS
-                raise RuntimeError(f"{switch}=1: {self.prefix} needs {'; '.join(missing)}")
-        if self.buffered:
-            (commit.at_recoverssm_seam if v2 else kvbuffer.fold_after_sampling)()
+            self._use_kvbuffer(super().get_attn_backend())
+            if self.buffered and not self.room:
+                folds = f"gated_delta folds drafts after every verify; seldom needs {seldom[0]}"
+                process.logger().info_once(folds)
         if problem.CHECK:
             checking.start(vllm_config, sys.modules[__name__])
+
+    def _use_kvbuffer(self, backend: Any) -> None:
+        """Hooks into vLLM for drafts in a KVBuffer, or for the ring. backend: vLLM's for the layer.
+
+        Raises RuntimeError naming what they lack.
+        """
+        config = self.vllm_config
+        if missing := kvbuffer.lacks(self, backend, config):
+            switch = kvbuffer.RING if self.ring else kvbuffer.DRAFTS
+            raise RuntimeError(f"{switch}=1: {self.prefix} needs {'; '.join(missing)}")
+        if self.buffered:
+            v2 = config.use_v2_model_runner
+            (commit.at_recoverssm_seam if v2 else kvbuffer.fold_after_sampling)()
         if tokens := self.ring or self.room:
             ring.follow_requests()
-            sizes, drafts = vllm_config.scheduler_config, 1 + self.num_spec if self.room else 0
+            sizes, drafts = config.scheduler_config, 1 + self.num_spec if self.room else 0
             most = sizes.max_num_seqs, sizes.max_num_batched_tokens
-            self.rows = ring.of(vllm_config) or ring.Rows(tokens, drafts, *most, DEVICE)
+            self.rows = ring.of(config) or ring.Rows(tokens, drafts, *most, DEVICE)
 
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
         super().bind_kv_cache(kv_cache)
@@ -159,7 +175,7 @@ class Core(Recurrence, abstract.MambaBase):
     def get_attn_backend(self) -> Any:
         if not envs.VLLM_BATCH_INVARIANT:
             theirs = super().get_attn_backend()
-            return backend_for(theirs) if self.buffered or self.ring else theirs
+            return _in_kvbuffer(theirs) if self.buffered or self.ring else theirs
         if missing := self._lacks_for_invariance():
             raise RuntimeError(f"VLLM_BATCH_INVARIANT=1: {self.prefix} needs {'; '.join(missing)}")
         # MambaBase's raises: vLLM's kernels vary with the batch.
@@ -184,7 +200,7 @@ class Core(Recurrence, abstract.MambaBase):
         return (self.conv1d.weight.shape[0] - HV * V) // (2 * K)  # the convolution's other channels
 
     def _passes_gate(self) -> bool:
-        """Whether the core gets the gate of the norm after it, and decode has such a norm."""
+        """Whether the core gets the gate of the norm after it, and we have such a norm."""
         return False
 
     def _refuse(self, reasons: dict[str, str]) -> None:
@@ -294,10 +310,12 @@ class Core(Recurrence, abstract.MambaBase):
             m.prefill_state_indices = m.non_spec_state_indices_tensor[n:]
             m.prefill_has_initial_state = m.has_initial_state[n:]
             m.prefill_query_start_loc = m.non_spec_query_start_loc[n:] - n
-        decodes, x = None, self._convolve(m, rows[0][n:])
+        decodes, x = None, self._convolve(m, rows[0][n:]) if self._convolves(m) else None
         if x is None:
             decodes, x = self._convolve_all(m, self._qkv(rows[0])).tensor_split([n])
-        packed = self._arguments([x, *(y[n:] for y in rows[1:3])], self.kv_cache[1], True)
+        fused = all(map(has_aligned_rows, rows[3:]))
+        others = rows[1:] if fused else rows[1:3]
+        packed = self._arguments([x, *(y[n:] for y in others)], self.kv_cache[1], True)
         packed |= dict(
             deterministic=self.deterministic,
             state_indices=m.prefill_state_indices,
@@ -316,15 +334,18 @@ class Core(Recurrence, abstract.MambaBase):
             windows = checkpoint.MambaPrefillCheckpointExporter(state_len=weight.shape[1] - 1)
             windows.export(m.checkpoint, raw_qkv=raw_qkv, conv_state=conv_state, cu_seqlens=starts)
         api.prefill(**packed, out=out[None, n:])
-        for z in rows[3:]:
+        for z in () if fused else rows[3:]:
             self._normalise(out[n:], z[n:])
         self._count("prefill")
         return decodes
 
+    def _convolves(self, m: Any) -> bool:
+        """Whether our kernel convolves the prefills; a choice by the batch would vary its bits."""
+        long = self.deterministic or m.num_prefill_tokens >= LEAST_TOKENS * m.num_prefills
+        return bool(long and not self.own_convolution)
+
     def _convolve(self, m: Any, rows: Tensor) -> Tensor | None:
         """Our convolution of the prefills' rows, [tokens, D]; None: vLLM's kernel has to run."""
-        if self.own_convolution:
-            return None
         windows, weight, bias, activation = self._convolution()
         x = rows.new_empty(len(rows), len(weight))
         try:
@@ -423,15 +444,6 @@ class Core(Recurrence, abstract.MambaBase):
         return _unpacked(self.conv1d)
 
 
-def backend_for(theirs: Any) -> Any:
-    """Ours in place of vLLM's attention backend for a layer: GDN's, or Kimi K3's."""
-    if theirs.get_name() != kvbuffer.KIMI_K3:
-        return kvbuffer.Backend
-    from gated_delta.integrations.vllm import kimi_k3
-
-    return kimi_k3.Backend
-
-
 def _accepted(m: Any, cuda: bool) -> Tensor:
     """A step's accepted tokens of requests with drafts, at least 1: clamped once for all layers.
 
@@ -444,6 +456,12 @@ def _accepted(m: Any, cuda: bool) -> Tensor:
         accepted = m.num_accepted_tokens[: m.num_spec_decodes].clamp(min=1)
         m.gated_delta_accepted = captured, accepted
     return accepted
+
+
+def only_prefills(vllm_config: Any) -> bool:
+    """Whether this engine computes prompts, and sends their caches to others that decode."""
+    transfer = vllm_config.kv_transfer_config
+    return transfer is not None and transfer.kv_role == "kv_producer"
 
 
 def _inputs_of_checkpoints(m: Any) -> tuple[Tensor, Tensor]:
@@ -463,6 +481,15 @@ def _inputs_of_checkpoints(m: Any) -> tuple[Tensor, Tensor]:
 
 
 @functools.cache
+def _in_kvbuffer(theirs: Any) -> Any:
+    """Ours in place of vLLM's attention backend, for drafts in a KVBuffer or for the ring."""
+    if theirs.get_name() != kvbuffer.KIMI_K3:
+        return kvbuffer.Backend
+    from gated_delta.integrations.vllm import kimi_k3
+
+    return kimi_k3.Backend
+
+
 def _invariant(backend: Any) -> Any:
     """vLLM's attention backend, for layers whose bits do not depend on the batch."""
     contents = dict(supports_batch_invariance=classmethod(lambda _: True), __module__=__name__)
@@ -482,7 +509,12 @@ class GDN(Core):
 
 
 class Qwen(GDN, QwenGatedDeltaNetAttention):
-    """Qwen3-Next's layer, whose projection interleaves q, k, v and z by q/k head, and Qwen3.5's."""
+    """Qwen3-Next's layer, whose projection interleaves q, k, v and z by q/k head, and Qwen3.5's.
+
+    whole_rows: the core gets them as they lie.
+    """
+
+    whole_rows = False
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -492,18 +524,24 @@ class Qwen(GDN, QwenGatedDeltaNetAttention):
             self.enable_fused_gdn_spec_decode = False
         if DEVICE == "cpu" and not self.refused:
             self._forward_method = self.forward_cuda  # it calls the core
-        if self.gqa_interleaved_layout:
+        if self.gqa_interleaved_layout and only_prefills(self.vllm_config):
+            self.whole_rows = True
             self.order = projection.order(self.sizes, self.inputs, DEVICE)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """As vLLM's, but the core gets the projection's rows, includes the norm and writes all
-        rows."""
+        """As vLLM's, but the core gets the norm's gate, includes the norm and writes all rows.
+
+        A server of prompts alone leaves whole rows to it. Decodes split them faster here, where
+        vLLM compiles the copy: 1.2 us for one request on an H100, in our core 4.1.
+        """
         if not self.fuses_norm:
             return super().forward(hidden_states)
         H, HV, V, _ = self.sizes
         qkvz, ba = self.in_proj_qkvz(hidden_states)[0], self.in_proj_ba(hidden_states)[0]
         if self.gqa_interleaved_layout:
             ba = ba.unflatten(1, (H, 2, HV // H)).transpose(1, 2).flatten(1)
+            if not self.whole_rows:
+                qkvz = projection.joined(projection.split_interleaved(qkvz, self.sizes))
         out = hidden_states.new_empty(hidden_states.shape[0], HV, V)
         core = torch.ops.vllm.qwen_gdn_attention_core_fused_norm_packed
         core(qkvz, ba, out, layer_name=_encode_layer_name(self.prefix))
@@ -526,12 +564,12 @@ class Qwen(GDN, QwenGatedDeltaNetAttention):
             )
             return
         (_, HV, V, _), (b, a), m = self.sizes, self.split_ba(ba), self._metadata()
-        prompts = self.gqa_interleaved_layout and (m is None or m.num_prefills > 0)
-        if prompts and not (self.own_convolution or self.refused):
+        prompts = m is None or (m.num_prefills > 0 and self._convolves(m))
+        if self.whole_rows and prompts and not self.refused:
             z = projection.split_interleaved(mixed_qkvz, self.sizes)[3]
             self._run(mixed_qkvz, a, b, core_attn_out, z)
             return
-        if self.gqa_interleaved_layout:
+        if self.whole_rows:
             mixed_qkvz = projection.in_order(mixed_qkvz, self.order)
         qkv, z = mixed_qkvz.split([mixed_qkvz.shape[1] - HV * V, HV * V], -1)
         z = z.view(-1, HV, V)

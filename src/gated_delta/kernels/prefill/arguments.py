@@ -28,8 +28,7 @@ STATE_BYTES = 128 * 128 * 4
 MAX_RAW_SEQUENCES = 32
 """Sequences of prepare_raw overlapped with scan_raw: a warp has one in each lane."""
 
-# Words of the workspace's region `counters`. Of joined segments it has one for each chunk of a head:
-# in the sequence's first one, warps that have read its initial state.
+# Words of the workspace's region `counters`.
 CTA_QUEUE = 0  # work tiles taken (persistent CTAs), or CTAs that have started (overlapped)
 ITEM_QUEUE = 1  # overlapped: chunks of a head taken by the warpgroups that prepare
 SCANNED = 2  # overlapped: chunks that scanning CTAs have started
@@ -146,16 +145,13 @@ class WorkspaceShape(NamedTuple):
     queued: bool
     """Whether CTAs take work from a queue."""
     overlapped: bool
-    joined: bool = False
-    """Whether a CTA goes on through segments without a window: no states pass between CTAs."""
     summary: bool = False
 
     @property
     def head_segments(self) -> int:
         if self.whole_segments:
             return self.HV * self.whole_segments
-        passed = self.summary or (self.segments > 1 and not self.joined)
-        return self.N * self.HV * self.segments if passed else 0
+        return self.N * self.HV * self.segments if self.segments > 1 or self.summary else 0
 
 
 class Region(NamedTuple):
@@ -173,12 +169,6 @@ def _head_chunks(size: int) -> Callable[[WorkspaceShape], int]:
 
 def _tiles(w: WorkspaceShape) -> int:
     return w.chunk_slots * w.tile_heads * TILE_BYTES
-
-
-def _counters(w: WorkspaceShape) -> int:
-    if w.joined:
-        return _head_chunks(4)(w)
-    return 4 * (PREPARED + w.chunk_slots) if w.overlapped else 4 * w.queued
 
 
 WORKSPACE = (
@@ -204,9 +194,9 @@ WORKSPACE = (
     ),
     Region(
         "counters",
-        _counters,
-        "rank, prepare_raw, prepare",
-        "prepare_raw, fused, scan_raw, overlapped, scan",
+        lambda w: 4 * (PREPARED + w.chunk_slots) if w.overlapped else 4 * w.queued,
+        "rank, prepare_raw",
+        "prepare_raw, fused, scan_raw, overlapped",
     ),
     # Of each segment and head: M and B; initial states, then a flag a segment. On a grid: states at
     # the segments' ends, copies of calls' initial states, flags.

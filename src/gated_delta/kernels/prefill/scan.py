@@ -19,25 +19,17 @@ from ..device.args import DTYPES
 from ..device.hopper import WARPGROUP
 from .arguments import CHUNK
 from .kernel import PrefillKernel
-from .layout import D, head_chunk, init_shared
+from .layout import D, init_shared
 from .mainloop import grid
 from .mainloop.fp32 import MainloopFp32
 from .mainloop.load_store import LoadStoreWarps, has_values
 from .mainloop.pipeline import LOAD_THREADS, make_stages
-from .mainloop.segments import add_window, ends_sequence, in_place, join_segments, scan_coord
-from .mainloop.state import (
-    WARPGROUP_ROWS,
-    load_rows,
-    prefetch_initial_state,
-    segment_state_at,
-    state_coord,
-)
+from .mainloop.segments import add_window, in_place, scan_coord
+from .mainloop.state import load_rows, prefetch_initial_state, segment_state_at, state_coord
 from .mainloop.tile_scheduler import work_of
 
+ROWS = 64  # V rows of a CTA
 STORE_THREADS = 64
-READERS = 4  # warps of an MMA warpgroup, which read an initial state
-# With two MMA warpgroups: registers of a thread that loads or stores, and of one that runs MMAs.
-LOAD_REGISTERS, MMA_REGISTERS = 56, 224
 
 
 class WarpRole(enum.IntEnum):
@@ -68,16 +60,13 @@ class PrefillScan(PrefillKernel):
         deterministic: bool = False,
         stages: int = 3,
         grid: bool = False,
-        joined: bool = False,
-        rows: int = WARPGROUP_ROWS,
     ):
-        self.rows, self.mma_groups = rows, rows // WARPGROUP_ROWS
-        self.on_grid, self.joined = grid, joined
-        self.windows, self.checkpoints, self.v_tiles = windows, checkpoints, V // rows
+        self.on_grid = grid
+        self.windows, self.checkpoints, self.v_tiles = windows, checkpoints, V // ROWS
         self.state_bytes = V * K * DTYPES[state_dtype].width // 8
-        channel, self.threads = axis == "channel", (1 + self.mma_groups) * WARPGROUP
+        channel, self.threads = axis == "channel", 2 * WARPGROUP
         smem = hopper.SharedMemory()
-        self.stages = make_stages(smem, channel, rows, stages, STORE_THREADS, deterministic)
+        self.stages = make_stages(smem, channel, stages, STORE_THREADS, deterministic)
         self.shared = smem.size
         # KDA's scan is bound by its bytes, and loses by a prefetch.
         self.copies = LoadStoreWarps(self.stages, DTYPES[dtype], self.v_tiles, not channel, windows)
@@ -89,7 +78,6 @@ class PrefillScan(PrefillKernel):
             deterministic=deterministic,
             checkpoints=checkpoints,
             on_grid=grid,
-            joined=joined,
         )
 
     def ctas(self, args):
@@ -116,26 +104,20 @@ class PrefillScan(PrefillKernel):
         else:
             work = work_of(args, cta, self.v_tiles)
         chunks = args.size.scan_chunks if self.on_grid else None
-        coord = scan_coord(args, work, self.rows, shared, thread % WARPGROUP, group, chunks)
+        coord = scan_coord(args, work, ROWS, shared, thread % WARPGROUP, group, chunks)
         if cutlass.const_expr(self.windows):
             self.prefetch(args, coord)
             hopper.wait_for_previous_kernel()
-            coord = join_segments(args, coord) if self.joined else add_window(args, coord)
+            coord = add_window(args, coord)
         if cutlass.const_expr(hinted):
             first, end = (hopper.warp_uniform(x) for x in (coord.first_chunk, coord.end_chunk))
             coord = coord._replace(first_chunk=first, end_chunk=end)
         if group >= 0:
-            if cutlass.const_expr(self.mma_groups > 1):
-                cute.arch.setmaxregister_increase(MMA_REGISTERS)
-            before_final = self.wait_for_readers if self.joined else None
-            self.mainloop.scan(args, coord, self.windows, self.load_state, before_final)
+            self.mainloop.scan(args, coord, self.windows, self.load_state)
+        elif thread < WarpRole.STORE * hopper.WARP:
+            self.copies.load(args, coord)
         else:
-            if cutlass.const_expr(self.mma_groups > 1):
-                cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
-            if thread < WarpRole.STORE * hopper.WARP:
-                self.copies.load(args, coord)
-            else:
-                self.copies.store(args, coord._replace(thread=thread - LOAD_THREADS))
+            self.copies.store(args, coord._replace(thread=thread - LOAD_THREADS))
 
     @cute.jit
     def prefetch(self, args, coord):
@@ -158,8 +140,6 @@ class PrefillScan(PrefillKernel):
         work, rows = coord.work, state_coord(coord.v_row, coord.thread)
         if cutlass.const_expr(self.on_grid):
             self.load_state_on_grid(args, coord, rows, state)
-        elif cutlass.const_expr(self.joined):
-            self.load_joined_state(args, coord, rows, state)
         elif (args.size.segments > 1) & ((work.segment > 0) | in_place(args)):
             hopper.wait_for_previous_kernel()
             at = segment_state_at(args, work)
@@ -167,31 +147,6 @@ class PrefillScan(PrefillKernel):
         else:
             self.mainloop.states.load_initial(args, work, rows, state)
         hopper.wait_for_previous_kernel()
-
-    @cute.jit
-    def load_joined_state(self, args, coord, rows, state):
-        """The call's initial state, or zeros. In a pool, count the warps that have read it."""
-        if coord.work.segment == 0:
-            self.mainloop.states.load_initial(args, coord.work, rows, state)
-            cute.arch.sync_warp()
-            has_chunks = coord.first_chunk < coord.end_chunk
-            if in_place(args) & has_chunks & (coord.thread % hopper.WARP == 0):
-                ptx.release_increment(readers_at(args, coord.work))
-        else:
-            state.fill(0.0)
-
-    @cute.jit
-    def wait_for_readers(self, args, coord):
-        """In a pool, wait until the sequence's first CTA has read what the last one overwrites.
-
-        CTAs start in the order of their segments, so the first one runs or has run.
-        """
-        if in_place(args) & (coord.work.segment > 0) & ends_sequence(args, coord):
-            while (
-                ptx.load_acquire(readers_at(args, coord.work))
-                < READERS * self.v_tiles * self.mma_groups
-            ):
-                pass
 
     @cute.jit
     def load_state_on_grid(self, args, coord, rows, state):
@@ -204,8 +159,3 @@ class PrefillScan(PrefillKernel):
             load_rows(at, Float32, D, rows, Int32(has_chunks), state)
         else:
             self.mainloop.states.load_initial(args, work, rows, state)
-
-
-def readers_at(args, work):
-    """Address of the number of warps that have read a head's initial state."""
-    return args.ptr.counters + head_chunk(args, work.sequence.first_slot, work.hv) * 4

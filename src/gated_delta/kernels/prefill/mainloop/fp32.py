@@ -17,7 +17,7 @@ from .. import layout
 from ..arguments import CHUNK, SCALE_BYTES
 from . import grid, state
 from .mma import MmaSync, Wgmma
-from .segments import ends_sequence, is_last
+from .segments import is_last
 
 SCALES = (
     dict(s_k=layout.GDN_SCALE_S_K, s_q=layout.GDN_SCALE_S_Q, o=layout.GDN_SCALE_O),
@@ -32,7 +32,7 @@ class MainloopFp32:
     deterministic: whether a chunk's bits follow from its state and tokens alone. checkpoints:
     whether states are stored between chunks. recomputes: compute addresses of the final state anew,
     which spares registers. on_grid: whether the state behind a segment of the grid comes from the
-    workspace. joined: whether a work tile has several segments of a sequence.
+    workspace.
     """
 
     def __init__(
@@ -45,7 +45,6 @@ class MainloopFp32:
         checkpoints=False,
         recomputes=False,
         on_grid=False,
-        joined=False,
     ):
         self.stages, self.channel, self.dtype = stages, stages.channel, dtype
         self.products = (Wgmma if levels.current().wgmma else MmaSync)(stages)
@@ -54,14 +53,13 @@ class MainloopFp32:
         self.states = state.States(state_dtype, K)
         self.has_outputs, self.deterministic = stages.has_outputs, deterministic
         self.checkpoints = checkpoints
-        self.recomputes, self.on_grid, self.joined = recomputes, on_grid, joined
+        self.recomputes, self.on_grid = recomputes, on_grid
 
     @cute.jit
-    def scan(self, args, coord, windows=False, load_state=None, before_final=None):
+    def scan(self, args, coord, windows=False, load_state=None):
         """Scan a work tile, from its initial to its final state. windows: of the scan.
 
-        load_state: (args, coord, state) -> None, else the call's initial state. before_final:
-        (args, coord) -> None, in front of the final state's stores.
+        load_state: (args, coord, state) -> None, else the call's initial state.
         """
         frag = self.products.make_fragments(coord)
         if cutlass.const_expr(load_state is None):
@@ -80,8 +78,6 @@ class MainloopFp32:
         state_scale = self.run(args, coord, frag, checkpoint)
         if cutlass.const_expr(self.recomputes):
             coord = coord._replace(thread=ptx.opaque(coord.thread))
-        if cutlass.const_expr(before_final is not None):
-            before_final(args, coord)
         self.states.store_final(args, self.store_target(args, coord), frag.state, state_scale)
 
     @cute.jit
@@ -218,8 +214,7 @@ class MainloopFp32:
 
     def store_target(self, args, coord):
         rows = self.rows(coord)
-        ends = ends_sequence(args, coord) if self.joined else is_last(args, coord.work)
-        return state.StoreTarget(coord.work, rows, coord.end_chunk, ends)
+        return state.StoreTarget(coord.work, rows, coord.end_chunk, is_last(args, coord.work))
 
     def rows(self, coord):
         # mma.sync leaves no registers for addresses: opaque, so that they are computed here.

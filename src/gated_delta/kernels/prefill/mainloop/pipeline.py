@@ -22,11 +22,11 @@ def square_bytes():
     return SQUARE.bytes if levels.current().wgmma else TRIANGLE_BYTES
 
 
-def make_stages(smem, channel, rows, count, stores, deterministic):
+def make_stages(smem, channel, count, stores, deterministic):
     """Stages of the scan: a single one comes and goes in two parts."""
     if count == 1:
         return SplitStages(smem, channel, 1, 2, stores, deterministic)
-    return ChunkStages(smem, channel, rows, count, stores, deterministic)
+    return ChunkStages(smem, channel, WARPGROUP_ROWS, count, stores, deterministic)
 
 
 class ChunkStages:

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
-from cutlass.cute.arch import shuffle_sync, shuffle_sync_up
+from cutlass import Float32, Int32
+from cutlass.cute.arch import shuffle_sync_up
 from cutlass.cutlass_dsl import select_
 
 from ...device import ptx
@@ -17,7 +17,7 @@ from ...device.hopper import WARP
 from ..layout import head_chunk, num_chunks
 from . import grid
 from .state import WARPGROUP_ROWS
-from .tile_scheduler import Work, active_tokens
+from .tile_scheduler import Work
 
 MAX_WINDOW, SHORT_WINDOW = 32, 4  # chunks of a window at most; where segments are shorter than this
 MAX_M = 2.0**-120  # of a window's M, below which it counts as 0
@@ -101,68 +101,13 @@ def chunks_that_forget(args, sequence, hv, lane, end, most):
     """The fewest chunks in front of chunk `end`, at most so many, over which M is 0; 0: none."""
     # The last chunk before the segment first.
     slot = sequence.first_slot + end - 1 - lane
-    norm = load_norm(args, slot, hv, lane < most)
+    at = args.ptr.transition_norms + head_chunk(args, slot, hv) * 4
+    norm = ptx.select(lane < most, ptx.load(Float32, at, lane < most), Float32(1))
     for step in (1, 2, 4, 8, 16):
         nearer = shuffle_sync_up(norm, offset=step, mask_and_clamp=0)
         norm = norm * ptx.select(lane >= step, nearer, Float32(1))
     forgotten = cute.arch.vote_ballot_sync((norm <= Float32(MAX_M)) & (lane < most))
     return Int32(select_(forgotten != 0, Int32(ptx.lowest_bit(forgotten)) + 1, Int32(0)))
-
-
-def join_segments(args, coord):
-    """The coord from its segment's window on, up to the next segment with a window.
-
-    A segment without one has no chunks: the CTA of a segment before goes on through it. A lane has
-    a segment, so that all CTAs agree.
-    """
-    work, lane = coord.work, coord.thread % WARP
-    window = window_of_segment(args, work, lane)
-    starts = Uint32(cute.arch.vote_ballot_sync((lane == 0) | (window > 0)))
-    later = starts & (Uint32(0xFFFFFFFE) << Uint32(work.segment))
-    next_start = Int32(select_(later != 0, Int32(ptx.lowest_bit(later)), args.size.segments))
-    chunks = active_chunks(work)
-    end = cutlass.min(next_start * segment_chunks(args, work.sequence), chunks)
-    begins = (starts >> Uint32(work.segment)) & 1
-    end = Int32(select_(begins != 0, end, coord.first_chunk))
-    first = coord.first_chunk - shuffle_sync(window, offset=work.segment)
-    return coord._replace(first_chunk=first, end_chunk=end)
-
-
-@cute.jit
-def window_of_segment(args, work, segment):
-    """window_chunks of a segment, by a lane."""
-    per_segment = segment_chunks(args, work.sequence)
-    first = segment * per_segment
-    can_start = (segment > 0) & (segment < args.size.segments) & (first < active_chunks(work))
-    most = cutlass.min(cutlass.max(per_segment, SHORT_WINDOW), MAX_WINDOW)
-    most = Int32(select_(can_start, cutlass.min(most, first), 0))
-    window, norm = Int32(0), Float32(1)
-    for before in cutlass.range(0, most, SHORT_WINDOW, unroll=1):
-        end = work.sequence.first_slot + first - before
-        wanted = [(before + i < most) & (window == 0) for i in range(SHORT_WINDOW)]
-        norms = [load_norm(args, end - 1 - i, work.hv, x) for i, x in enumerate(wanted)]
-        for i in cutlass.range_constexpr(SHORT_WINDOW):
-            norm = norm * norms[i]
-            is_first = (norm <= Float32(MAX_M)) & (window == 0)
-            window = Int32(select_(is_first, before + i + 1, window))
-    return window
-
-
-def active_chunks(work):
-    return num_chunks(active_tokens(work))
-
-
-def ends_sequence(args, coord):
-    """Whether joined segments of a CTA end their sequence. A sequence without chunks is the first
-    segment's."""
-    has_chunks = (coord.work.segment == 0) | (coord.first_chunk < coord.end_chunk)
-    return has_chunks & (coord.end_chunk == num_chunks(coord.work.sequence.tokens))
-
-
-def load_norm(args, slot, hv, condition):
-    """The bound of |M| of a slot's chunk; 1 where the condition is false."""
-    at = args.ptr.transition_norms + head_chunk(args, slot, hv) * 4
-    return ptx.select(condition, ptx.load(Float32, at, condition), Float32(1))
 
 
 def is_last(args, work):

@@ -6,7 +6,7 @@ earlier chunks: docs/kernels/prefill.md.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float16, Float32, Int32, Uint32
+from cutlass import Float16, Float32, Uint32
 from cutlass.cute.arch import shuffle_sync_bfly
 
 from ...device import arithmetic, ptx
@@ -15,12 +15,9 @@ from ..layout import SUBCHUNK, D, head_chunk, triangle_offset
 
 
 def store_transition_norm(args, coord, hv, norm, condition):
-    """The bound of a chunk's transition, with 1% for its own rounding; a counter of 0, if any."""
-    number = head_chunk(args, coord.slot, hv)
-    at = args.ptr.transition_norms + number * 4
+    """The bound of a chunk's transition, with 1% for its own rounding."""
+    at = args.ptr.transition_norms + head_chunk(args, coord.slot, hv) * 4
     ptx.store_words(at, [(norm * Float32(1.01)).bitcast(Uint32)], condition)
-    counted = Int32(condition) & Int32(args.ptr.counters != 0)
-    ptx.store_words(args.ptr.counters + number * 4, [Uint32(0)], counted)
 
 
 def token_growth(beta_k2, squares):
