@@ -145,7 +145,7 @@ def soaks(engine, text):
         (text[: rng.choice((64, 70, 128))] + text[n : n + rng.randrange(30)], rng.randrange(5, 70))
         for n in range(case["soak"])
     ]
-    requests[0] = requests[0][0], 150  # the last one, alone
+    requests[0] = case["prompts"][1], 150  # the last one, alone
     rush = engine.loop.run_until_complete(soak(engine, requests, aborts=True))
     calm = engine.loop.run_until_complete(soak(engine, requests[::-1], aborts=False))
     return rush, calm[::-1]
