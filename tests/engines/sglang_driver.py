@@ -122,18 +122,27 @@ if "backend" in case:
 
 
 async def soak(engine, requests, aborts):
-    """The answers to requests (prompt, tokens), all at once; every third is aborted if `aborts`."""
+    """The answers to requests (prompt, tokens), all at once; every third is aborted if `aborts`.
+
+    With the gap between the two best log probabilities of each token.
+    """
 
     async def one(n, prompt, new_tokens):
         sampling = dict(temperature=0, max_new_tokens=new_tokens, ignore_eos=True)
         call = engine.async_generate(
-            input_ids=prompt, sampling_params=sampling, rid=f"{aborts} {n}"
+            input_ids=prompt,
+            sampling_params=sampling,
+            rid=f"{aborts} {n}",
+            return_logprob=True,
+            top_logprobs_num=2,
         )
         task = asyncio.ensure_future(call)
         if aborts and n % 3 == 1:
             await asyncio.wait([task], timeout=0.1 * n)
             engine.tokenizer_manager.abort_request(f"{aborts} {n}")
-        return (await task)["output_ids"]
+        answer = await task
+        best = answer["meta_info"].get("output_top_logprobs") or []
+        return dict(tokens=answer["output_ids"], gaps=[one[0][0] - one[1][0] for one in best])
 
     return await asyncio.gather(*(one(n, *request) for n, request in enumerate(requests)))
 
