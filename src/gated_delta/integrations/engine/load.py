@@ -29,7 +29,7 @@ def drafts_line(buffer: float, states: float) -> str:
 
 def ring_line(buffer: float, tokens: int, requests: int, states: float) -> str:
     """Of an engine's log: bytes of a ring, and of as many states."""
-    rows = f"{tokens} tokens of {requests} requests, {buffer / states:.0%} of a state each"
+    rows = f"{tokens} tokens of {requests} requests, {100 * buffer / states:.0f} % of a state each"
     return f"gated_delta's ring takes {buffer / 2**30:.3f} GiB: {rows}"
 
 

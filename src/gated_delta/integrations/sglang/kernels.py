@@ -145,7 +145,7 @@ class Operations:
     def _applied(self, o: Tensor, v: Tensor, norm: Given, given: Given) -> Tensor:
         """o of our call; the layer's norm leaves it as it is if the call had it.
 
-        In FP8: memory like v's, which nobody reads. The norm has the numbers.
+        In FP8: memory like v's, never read. The norm has the numbers.
         """
         if norm:
             process.state.norms[given["A_log"]].applied = True

@@ -118,11 +118,8 @@ def _add(requests: Any, configurator: Any, **_: Any) -> None:
         return
     rows, states = len(requests.req_to_token), requests.mamba_pool.mamba_cache.temporal
     taken = KVBuffer.empty(rows, **arguments | dict(device="meta")).nbytes
-    state = states[:, 0].nbytes
-    process.LOG.info(
-        "gated_delta's ring takes %.3f GiB: %d tokens of %d requests, %.0f %% of a state each",
-        *(taken / 2**30, arguments["T"], rows - 1, 100 * taken / rows / state),
-    )
+    whole = rows * states[:, 0].nbytes
+    process.LOG.info(load.ring_line(taken, arguments["T"], rows - 1, whole))
     layer = layer_of(configurator)
     heads = heads_of(configurator, layer) if layer else None
     buffer = KVBuffer.empty(rows, **arguments)
