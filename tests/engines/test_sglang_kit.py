@@ -303,6 +303,18 @@ class Projection(torch.nn.Module):
         return x[..., self.columns], None
 
 
+def run_layer(layers, fixture, cache, layer, x):
+    """A layer's outputs on this cache of the kit's, and the routes of its calls."""
+    getattr(KITS[layers][0], f"_restore_{layers.lower()}_cache")(fixture, cache)
+    process.state.calls.counts.clear()
+    batch, backend = fixture.forward_batch, fixture.backend
+    more = dict(positions=None, zero_allocator=None) if layers == "KDA" else {}
+    with torch.no_grad(), forward_context(ForwardContext(attn_backend=backend)):
+        backend.init_forward_metadata(batch)
+        o = layer.forward(hidden_states=x, forward_batch=batch, **more)
+    return o, set(sglang_cpu.routes(process.state.calls))
+
+
 def layer_of(kind, fixture):
     """An engine's layer around the kit's recurrence, without its weights; z is its input's end."""
     layer = kind.__new__(kind)
@@ -434,15 +446,7 @@ def test_a_prompts_norm_with_rows_behind_its_tokens(kind, known, monkeypatch):
     fixture = getattr(kit, f"build_{layers.lower()}_attention_fixture")(CASE, case, **SIZES)
     (layer, x), batch, backend = layer_of(kind, fixture), fixture.forward_batch, fixture.backend
     cache, total = getattr(kit, f"_clone_{layers.lower()}_cache")(fixture), case.num_input_tokens
-    more = dict(positions=None, zero_allocator=None) if layers == "KDA" else {}
-
-    def run(x):
-        getattr(kit, f"_restore_{layers.lower()}_cache")(fixture, cache)
-        process.state.calls.counts.clear()
-        with torch.no_grad(), forward_context(ForwardContext(attn_backend=backend)):
-            backend.init_forward_metadata(batch)
-            o = layer.forward(hidden_states=x, forward_batch=batch, **more)
-        return o, set(sglang_cpu.routes(process.state.calls))
+    run = functools.partial(run_layer, layers, fixture, cache, layer)
 
     layer.attn.activation = "silu"
     expected, _ = run(x)
@@ -490,25 +494,17 @@ def test_our_calls_quantise_for_a_projection_in_fp8(kind, mode, monkeypatch):
     elif mode.is_extend():
         case = next(case for case in cases if "ragged" in case.name)
     fixture = getattr(kit, f"build_{layers.lower()}_attention_fixture")(CASE, case, **SIZES)
-    (layer, x), batch, backend = layer_of(kind, fixture), fixture.forward_batch, fixture.backend
+    (layer, x), batch = layer_of(kind, fixture), fixture.forward_batch
     cache, total = getattr(kit, f"_clone_{layers.lower()}_cache")(fixture), case.num_input_tokens
     if mode.is_target_verify():
         drafts._prepare_target_verify_batch(batch, case, SIZES["device"])
         batch.spec_info = drafts._make_spec_verify_input(
             case, batch, topk=1, device=SIZES["device"], spec_kind="eagle"
         )
-    more = dict(positions=None, zero_allocator=None) if layers == "KDA" else {}
-
-    def run(x=x):
-        getattr(kit, f"_restore_{layers.lower()}_cache")(fixture, cache)
-        process.state.calls.counts.clear()
-        with torch.no_grad(), forward_context(ForwardContext(attn_backend=backend)):
-            backend.init_forward_metadata(batch)
-            o = layer.forward(hidden_states=x, forward_batch=batch, **more)
-        return o, set(sglang_cpu.routes(process.state.calls))
+    run = functools.partial(run_layer, layers, fixture, cache, layer)
 
     layer.out_proj = layer.o_proj = projection = Quantised(slice(None))
-    expected, _ = run()
+    expected, _ = run(x)
     monkeypatch.setattr(sglang_norm, "takes_fp8", lambda *_: True)
     sglang_norm.hook(layer)
     padding = 3 if mode is ForwardMode.EXTEND else 0
@@ -527,7 +523,7 @@ def test_our_calls_quantise_for_a_projection_in_fp8(kind, mode, monkeypatch):
     if mode.is_target_verify() or (layers == "KDA" and not CUDA):
         return
     monkeypatch.setattr(sglang_kernels.api, op, refuse)
-    o, (route,) = run()
+    o, (route,) = run(x)
     assert "the engine's own kernel" in route
     assert projection.inputs == 1
     torch.testing.assert_close(o, expected, **NEAR)
