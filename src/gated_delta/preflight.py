@@ -319,7 +319,8 @@ def read(path: Path | None) -> Config:
     try:
         config = json.loads(file.read_text())
     except OSError as problem:
-        raise ValueError(f"cannot read {str(file)!r}: {problem.strerror}") from None
+        expected = "expected --model, a directory with config.json"
+        raise ValueError(f"{expected}; cannot read {str(file)!r}: {problem.strerror}") from None
     except (ValueError, RecursionError):
         config = None
     if not isinstance(config, dict):
