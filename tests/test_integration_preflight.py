@@ -490,7 +490,7 @@ def test_a_release_that_is_not_served(check, monkeypatch):
         ("vllm", NEXT, ["--backend", "reference"], "expected auto or cute with --engine"),
         ("vllm", [], [], "expected a JSON object"),
         ("vllm", NEXT, ["--op", "verify"], "expected --op to be of decode, prefill, got verify"),
-        ("vllm", NEXT, ["--model", "/nowhere"], "expected --model, a directory with config.json; cannot read '/nowhere'"),
+        ("vllm", NEXT, ["--model", "/nowhere"], "expected --model, a directory with config.json"),
         ("vllm", NEXT, ["--quick"], "expected only without --engine"),
     ],
 )
