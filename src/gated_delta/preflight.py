@@ -222,7 +222,7 @@ class Model(NamedTuple):
         return f"{self.kind}: {self.sizes} on each rank, {SHORT[self.dtype]}, {states}"
 
     def state_bytes(self, rows: int) -> int:
-        """Of so many states in every layer."""
+        """Bytes of so many states in every layer."""
         _, layers, _, HV, K, V, _ = self.sizes
         return layers * rows * HV * V * K * self.state_dtype.itemsize
 

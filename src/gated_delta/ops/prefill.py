@@ -297,7 +297,7 @@ class Grid(NamedTuple):
 
     @classmethod
     def of(cls, problem: Problem, N: int, total: int, T: int, sms: int) -> Grid:
-        """Of N sequences: dense ones of T tokens, or packed ones."""
+        """The grid of N sequences: dense ones of T tokens, or packed ones."""
         assert problem.grid is not None
         segments = -(-(total // N or T) // problem.grid)
         each = scanned_segments(segments, N * problem.HV * problem.V // 64, sms)

@@ -150,7 +150,7 @@ def _schedule(kind: Kind, call: Call) -> Schedule:
 
 
 def _head_dim_needs(problem: Problem) -> dict[str, bool]:
-    """Of kernels that compute a summary."""
+    """The head dims that kernels of a summary require."""
     K, V = problem.K, problem.V
     return {f"K and V of 64 or 128, got {K} and {V}": not {K, V} <= {64, 128}}
 

@@ -100,7 +100,7 @@ def _directories(package: str) -> Iterable[str]:
 
 @functools.cache
 def digest(text: str, name: str) -> str | None:
-    """Of the code of a class, function or method in a module's text; None if it has none."""
+    """A digest of a class's, function's or method's code in a module's text; None without it."""
     node: ast.AST | None = ast.parse(text)
     for part in name.split("."):
         nodes = ast.walk(node) if node else ()
