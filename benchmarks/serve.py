@@ -375,7 +375,8 @@ def main(lines: Iterator[str]) -> None:
 
 
 def say(**message: Any) -> None:
-    print(MEASURED, json.dumps(message), flush=True)
+    sys.stdout.write(f"{MEASURED} {json.dumps(message)}\n")  # at once: the engine writes there too
+    sys.stdout.flush()
 
 
 # -------------------------------------------------------------------------- the command's process
