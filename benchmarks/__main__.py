@@ -295,10 +295,10 @@ def steps(
     repeats: Annotated[int, typer.Option(help="Times of each side in a cell.", min=1)] = 3,
 ) -> None:
     """Time a step of SGLang with whole states, and with records of decode and of drafts."""
-    labels = [label for label in stepping.LABELS if pattern(filter).search(label)]
+    labels = [label for label in stepping.CELLS if pattern(filter).search(label)]
     names = [name.strip() for name in sides.split(",")]
     if model not in serving.MODELS or not labels or set(names) - stepping.SIDES.keys():
-        known = (serving.MODELS, stepping.LABELS, stepping.SIDES)
+        known = (serving.MODELS, stepping.CELLS, stepping.SIDES)
         models, cells, allowed = (", ".join(x) for x in known)
         raise typer.BadParameter(
             f"expected a model of {models}, a filter of {cells} and sides of {allowed}"

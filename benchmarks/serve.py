@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 from . import draws
 from .models import MODELS, VOCABULARY
 
-BATCHES, PROMPTS, NEW_TOKENS = (1, 8, 16, 64, 256), (512, 4096, 32768), 65
+BATCHES, PROMPTS, NEW_TOKENS = (1, 8, 64, 256), (512, 4096, 32768), 65
 MAX_TOKENS = 2**20
 """Most tokens of a batch's prompts; larger cells are skipped."""
 KINDS = {
@@ -366,8 +366,8 @@ def main(lines: Iterator[str]) -> None:
                     say(**kernels(server, CELLS[label], traces, repeat))
                 case {"prompts": prompts, "new_tokens": new_tokens, "top": top}:
                     say(answers=server.answer(prompts, new_tokens, top))
-                case {"step": label, "new_tokens": tokens, "profile": profile}:
-                    say(**step(server, CELLS[label], tokens, traces, profile))
+                case {"step": sizes, "new_tokens": tokens, "profile": profile}:
+                    say(**step(server, Cell(*sizes), tokens, traces, profile))
                 case {"experts": label}:
                     say(experts=distinct(server.experts(prompts_of(CELLS[label], -1))))
                 case {"ranks": True}:

@@ -22,7 +22,11 @@ OPTIONS = dict(
     mamba_radix_cache_strategy="extra_buffer",
     mamba_ssm_dtype="float32",
 )
-LABELS = [f"{batch} x {prompt}" for prompt in (512, 4096) for batch in (16, 64, 256)]
+CELLS = {
+    cell.label: cell
+    for prompt in (512, 4096)
+    for cell in (serve.Cell(batch, prompt) for batch in (16, 64, 256))
+}
 
 
 class Side(NamedTuple):
@@ -97,7 +101,7 @@ def table(samples: list[dict[str, Any]]) -> Iterator[str]:
 def measure(sides: dict[str, serve.Process], label: str, repeats: int = 3) -> list[dict[str, Any]]:
     """A sample of each side: TPOT in ms, the least of the repeats; us of a step's kernels."""
     orders: dict[str, dict[str, Any]] = {
-        name: dict(step=label, new_tokens=DRAFTED if SIDES[name].drafts else DECODED)
+        name: dict(step=CELLS[label], new_tokens=DRAFTED if SIDES[name].drafts else DECODED)
         for name in sides
     }
     times: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
