@@ -25,7 +25,7 @@ OPTIONS = dict(
 CELLS = {
     cell.label: cell
     for prompt in (512, 4096)
-    for cell in (serve.Cell(batch, prompt) for batch in (16, 64, 256))
+    for cell in (serve.Cell(batch, prompt) for batch in (256, 64, 16))
 }
 
 
