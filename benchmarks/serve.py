@@ -291,8 +291,11 @@ def step(
         if profile:
             server.profile(True)
         start = time.perf_counter()
-        server.answer(prompts, tokens, False)
+        answers = server.answer(prompts, tokens, False)
         times.append(time.perf_counter() - start)
+        if short := [x for x in answers if len(x.tokens) != tokens]:
+            got = len(short[0].tokens)
+            raise RuntimeError(f"expected answers of {tokens} tokens, {len(short)} have {got}")
         if profile:
             server.profile(False)
             runs.append(profiled(traces))
