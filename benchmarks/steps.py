@@ -89,6 +89,8 @@ def begun(
 
 def table(samples: list[dict[str, Any]]) -> Iterator[str]:
     """Lines with a cell's samples, a column a side."""
+    if not samples:
+        return
     yield f"{samples[0]['cell']}: " + ", ".join(x["side"] for x in samples)
     rows = {name: [x[name] for x in samples] for name in ("tpot_ms", "tokens_a_step")}
     rows["step_ms"] = [x["step_ms"]["least"] for x in samples]
