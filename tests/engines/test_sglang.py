@@ -553,8 +553,9 @@ def test_accepted_drafts_stay_in_their_rows(layers, bound):
                     whole[layer, 6] = after[n][track[n] + 1]
         before = caches.temporal[:, [3, 5]].clone()
         drafter = SimpleNamespace(is_draft_worker=True, req_to_token_pool=None)
-        batch = SimpleNamespace(logical_forward_mode=ForwardMode.EXTEND, req_pool_indices=rows)
-        rings._before_extend(None, drafter, batch)  # of its own layers, in between: folds nothing
+        rings._before_extend(
+            None, drafter, extend_batch(rows)
+        )  # of its own layers, in between: folds nothing
         steps, tracked = torch.tensor(accepted) - 1, (torch.tensor([6, 6, 6]), torch.tensor(track))
         with speculating(**kept):
             kvbuffer.commit(scatter_mamba_states_after_mtp_verify, caches, slots, steps, *tracked)
@@ -991,6 +992,61 @@ def decode_batch(*rows, mode=ForwardMode.DECODE):
         req_pool_indices=torch.tensor(rows),
         mamba_track_mask=torch.arange(len(rows)) > 0,
     )
+
+
+def extend_batch(rows):
+    return SimpleNamespace(
+        logical_forward_mode=ForwardMode.EXTEND, req_pool_indices=rows, req_pool_indices_cpu=rows
+    )
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_prompts_fold_rows_that_steps_have_filled(drafts):
+    """A new request's is emptied. One that goes on in its slot, and a mixed batch's, are folded."""
+    ring, folds = graphs_ring(heads=2 * HV, drafts=drafts), []
+    fold, slots = ring.fold, torch.tensor([0, 5, 3, 6])
+    ring.fold = lambda rows, slots: (folds.append(rows.tolist()), fold(rows, slots))
+    pool = SimpleNamespace(
+        alloc_rows=lambda rows: rows, get_mamba_indices=lambda rows: slots[rows].clone()
+    )
+    ring.follow(pool)
+    runner = SimpleNamespace(is_draft_worker=False, req_to_token_pool=pool)
+    of = lambda batch: SimpleNamespace(mamba_cache_indices=slots[batch.req_pool_indices])
+    backend = SimpleNamespace(_forward_metadata=of, init_forward_metadata_out_graph=None)
+    rings.attach(backend)
+    mode = ForwardMode.TARGET_VERIFY if drafts else ForwardMode.DECODE
+
+    def steps(*rows):
+        batch = decode_batch(*rows, mode=mode)
+        batch.mamba_track_mask.zero_()
+        backend._forward_metadata(batch)
+        if drafts:
+            ring.keep(torch.zeros(len(rows), dtype=torch.int64), slots[list(rows)])
+
+    def prompts(*rows):
+        folds.clear()
+        rings._before_extend(None, runner, extend_batch(torch.tensor(rows)))
+        assert not ring.taken
+        assert not ring.lens[list(rows)].any()
+        return folds
+
+    ring.lens[1:] = 1  # of their last owners
+    pool.alloc_rows([1, 2, 3])
+    assert prompts(1, 2) == prompts(3, 0) == []
+    steps(1, 2)
+    ring.lens[3] = 1
+    pool.alloc_rows([3])  # another request's
+    assert prompts(3) == []  # while others decode
+    assert prompts(1) == [[1]]  # its session goes on
+    assert prompts(1) == []
+    steps(1, 2, 3)
+    if not drafts:
+        backend._forward_metadata(decode_batch(1))  # small: folds row 1, and the host forgets
+    assert ring.lens[3] == 1
+    assert prompts(2, 0) == [[2, 0]]
+    assert prompts(3, 2) == [[3, 2]]  # mixed: a row that has tokens, and a whole one
+    assert prompts(3, 2) == []
+    assert not ring.states[:, [0, 1, 2, 4, 7]].any()
 
 
 def test_a_small_batch_finds_states_whole():
