@@ -27,7 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gated_delta import demo
+import gated_delta
 
 from .models import MODELS
 from .serve import TOP
@@ -345,7 +345,7 @@ def judged(truth: Answers, other: Answers, whole: set[str], tie: float) -> dict[
     """Counts the answers that equal the truth's, and those that part from it at a tie.
 
     whole: requests that were not aborted, whose answers must be as long as the truth's. wrong: the
-    others, each with the gap where it parts, None beyond the truth's best tokens.
+    others, each with the gap where it parts, or why it has none.
     """
     equal, ties, wrong = 0, [0.0], {}
     for name in truth.keys() & other.keys():
@@ -357,7 +357,8 @@ def judged(truth: Answers, other: Answers, whole: set[str], tie: float) -> dict[
         elif parted and parted[0] is not None and parted[0] <= tie:
             ties.append(parted[0])
         else:
-            wrong[name] = parted[0] if parted else f"ends after {n} of {len(own)} tokens"
+            short, beyond = f"ends after {n} of {len(own)} tokens", "not among the best tokens"
+            wrong[name] = short if not parted else beyond if parted[0] is None else parted[0]
     return dict(equal=equal, ties=len(ties) - 1, gap=max(ties), wrong=wrong)
 
 
@@ -439,7 +440,7 @@ def main() -> int:
         parser.error(f"--sides: expected some of {','.join(SIDES)}, got {','.join(unknown)}")
     given.logs.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as directory:
-        path = str(Path(demo.__file__).parent / "tiny_qwen3_5")
+        path = str(Path(gated_delta.__file__).parent / "demo" / "tiny_qwen3_5")
         if given.model == "kda":
             path = directory
             save_kda(Path(directory))

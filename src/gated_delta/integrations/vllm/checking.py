@@ -25,7 +25,7 @@ class Steps:
 
     def __init__(self, block: int, caller: Any):
         self.block, self.caller = block, caller
-        self.check = StateCheck({}, NULL_BLOCK_ID)
+        self.check = StateCheck({}, NULL_BLOCK_ID, process.logger().info)
         self.watching = False
         self.rows: list[int] = []
         self.blocks: dict[str, list[list[int]]] = {}
