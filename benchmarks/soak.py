@@ -42,9 +42,6 @@ RING_FROM = 24
 """Requests from which SGLang's ring is used; the models' heads are few."""
 SAMPLE = 2
 """With --check one request in so many is worked out again."""
-SHORTEST = 2
-"""Tokens of a prompt. vLLM pads a new prompt of one token with drafts of no request."""
-SAID = "SOAKED"
 
 
 class Side(NamedTuple):
@@ -90,25 +87,12 @@ class Rush(NamedTuple):
 def sglang(model: str, kind: str, side: Side, check: bool) -> Callable[[Rush], dict[str, Any]]:
     import sglang
 
-    options: dict[str, Any] = dict(
-        skip_tokenizer_init=True,
-        random_seed=0,
-        log_level="info",
-        attention_backend="triton",
-        sampling_backend="pytorch",
-        grammar_backend="none",
-        enable_fp32_lm_head=True,
-        mamba_ssm_dtype="float32",
-        cuda_graph_max_bs_decode=64,
-        max_running_requests=64,
-        max_mamba_cache_size=400,
-        max_total_tokens=16000,
-        mem_fraction_static=0.5,
-        chunked_prefill_size=1024,
-        context_length=2048,
-        schedule_conservativeness=0.3,
-        sleep_on_idle=True,
-    )
+    options: dict[str, Any] = dict(random_seed=0, skip_tokenizer_init=True, log_level="info")
+    options |= dict(attention_backend="triton", sampling_backend="pytorch", grammar_backend="none")
+    options |= dict(enable_fp32_lm_head=True, mamba_ssm_dtype="float32", mem_fraction_static=0.5)
+    options |= dict(max_running_requests=64, max_mamba_cache_size=400, max_total_tokens=16000)
+    options |= dict(cuda_graph_max_bs_decode=64, chunked_prefill_size=1024, context_length=2048)
+    options |= dict(schedule_conservativeness=0.3, sleep_on_idle=True)
     if side.cache:
         options |= dict(mamba_radix_cache_strategy="extra_buffer", mamba_track_interval=64)
     else:
@@ -120,11 +104,12 @@ def sglang(model: str, kind: str, side: Side, check: bool) -> Callable[[Rush], d
         options |= dict(speculative_ngram_max_bfs_breadth=1)
     else:
         options |= dict(enable_mixed_chunk=True)
-    options |= dict(disable_cuda_graph=True) if check and side.ours else {}
+    options |= dict(disable_cuda_graph=True) if check else {}
     engine = sglang.Engine(model_path=model, **options)
 
     async def run(rush: Rush) -> dict[str, Any]:
-        gate, answers, counts = asyncio.Semaphore(rush.at_once), {}, dict(cached=0, accepted=0)
+        gate, answers = asyncio.Semaphore(rush.at_once), dict[str, Any]()
+        counts = dict(cached=0, accepted=0)
 
         async def one(request: Request) -> None:
             async with gate:
@@ -161,23 +146,14 @@ def vllm(model: str, kind: str, side: Side, check: bool) -> Callable[[Rush], dic
     from vllm import LLM, SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    graphs = dict(mode=0, cudagraph_mode="FULL_DECODE_ONLY")
-    options: dict[str, Any] = dict(
-        skip_tokenizer_init=True,
-        seed=0,
-        dtype="bfloat16",
-        disable_log_stats=False,
-        attention_backend=dict(gdn="TRITON_ATTN", kda="TRITON_MLA")[kind],
-        gdn_prefill_backend="triton",
-        hf_overrides=dict(head_dtype="float32"),
-        mamba_ssm_cache_dtype="float32",
-        max_model_len=2048,
-        max_num_seqs=32,
-        max_num_batched_tokens=768,
-        gpu_memory_utilization=0.1,
-        enable_prefix_caching=side.cache,
-        **(dict(enforce_eager=True) if check and side.ours else dict(compilation_config=graphs)),
-    )
+    graphs = dict(compilation_config=dict(mode=0, cudagraph_mode="FULL_DECODE_ONLY"))
+    attention = dict(gdn="TRITON_ATTN", kda="TRITON_MLA")[kind]
+    options: dict[str, Any] = dict(seed=0, skip_tokenizer_init=True, disable_log_stats=False)
+    options |= dict(attention_backend=attention, gdn_prefill_backend="triton", dtype="bfloat16")
+    options |= dict(hf_overrides=dict(head_dtype="float32"), mamba_ssm_cache_dtype="float32")
+    options |= dict(max_model_len=2048, max_num_seqs=32, max_num_batched_tokens=768)
+    options |= dict(gpu_memory_utilization=0.1, enable_prefix_caching=side.cache)
+    options |= dict(enforce_eager=True) if check else graphs
     if side.cache:  # room for a dozen requests; what decode fills is cached too
         size = dict(gdn=10, kda=16)[kind] << 20
         options |= dict(kv_cache_memory_bytes=size, prefix_cache_retention_interval=None)
@@ -188,23 +164,20 @@ def vllm(model: str, kind: str, side: Side, check: bool) -> Callable[[Rush], dic
         options |= dict(speculative_config=dict(method="ngram", num_speculative_tokens=3, **lookup))
     options |= dict(replayssm_buffer_len=16) if side.records == "RING" else {}
     llm = LLM(model=model, **options)
-    engine = llm.llm_engine
+    engine, fixed = llm.llm_engine, dict(detokenize=False, output_kind=RequestOutputKind.DELTA)
 
     def run(rush: Rush) -> dict[str, Any]:
-        waiting, running, answers = deque(rush.requests), {}, {}
+        waiting, running = deque(rush.requests), dict[str, float]()
+        answers: dict[str, Any] = {}
         while waiting or running:
             now = time.time()
             if now > rush.end:
                 waiting.clear()
             while waiting and len(running) < rush.at_once:
                 request = waiting.popleft()
+                more = dict(logprobs=TOP) if rush.top else {}
                 sampling = SamplingParams(
-                    temperature=0,
-                    max_tokens=request.new,
-                    detokenize=False,
-                    ignore_eos=True,
-                    logprobs=TOP if rush.top else None,
-                    output_kind=RequestOutputKind.DELTA,
+                    temperature=0, max_tokens=request.new, ignore_eos=True, **fixed, **more
                 )
                 engine.add_request(request.name, dict(prompt_token_ids=request.prompt), sampling)
                 running[request.name] = now + (math.inf if request.abort is None else request.abort)
@@ -222,11 +195,8 @@ def vllm(model: str, kind: str, side: Side, check: bool) -> Callable[[Rush], dic
                 engine.abort_request([name])
                 del running[name]
         metrics = {m.name: getattr(m, "value", 0) for m in llm.get_metrics()}
-        names = dict(
-            cached="prefix_cache_hits",
-            preempted="num_preemptions",
-            accepted="spec_decode_num_accepted_tokens",
-        )
+        names = dict(cached="prefix_cache_hits", preempted="num_preemptions")
+        names |= dict(accepted="spec_decode_num_accepted_tokens")
         counts = {key: metrics.get(f"vllm:{name}", 0) for key, name in names.items()}
         return dict(answers=answers, counts=counts, whole=True)
 
@@ -243,15 +213,17 @@ def watch() -> None:
 
 
 def child() -> None:
-    """Starts the engine of the first line, then answers a rush a line."""
+    """Starts the engine of the first line, then answers a rush a line, into a pipe of its own."""
     job = json.loads(sys.stdin.readline())
+    os.set_inheritable(job["pipe"], False)
     side, engine = SIDES[job["side"]], dict(sglang=sglang, vllm=vllm)[job["engine"]]
-    run = engine(job["path"], job["kind"], side, job["check"])
-    print(SAID, json.dumps({}), flush=True)
-    for line in sys.stdin:
-        requests, *rest = json.loads(line)
-        rush = Rush([Request(*x) for x in requests], *rest)
-        print(SAID, json.dumps(run(rush)), flush=True)
+    with os.fdopen(job["pipe"], "w") as pipe:
+        run = engine(job["path"], job["kind"], side, job["check"])
+        print(json.dumps({}), file=pipe, flush=True)
+        for line in sys.stdin:
+            requests, *rest = json.loads(line)
+            rush = Rush([Request(*x) for x in requests], *rest)
+            print(json.dumps(run(rush)), file=pipe, flush=True)
 
 
 # --------------------------------------------------------------------------- the command's process
@@ -265,37 +237,31 @@ class Engine:
         env = dict(GATED_DELTA_VLLM=str(int(side.ours)))
         if side.records:
             env[f"GATED_DELTA_{engine.upper()}_{side.records}"] = "1"
-        if job["check"] and side.ours:
+        if job["check"]:
             env |= dict(GATED_DELTA_CHECK="1")
         if side.cache:  # the engine's own switch: every few steps it retracts requests
             env |= dict(SGLANG_TEST_RETRACT="1", SGLANG_TEST_RETRACT_INTERVAL="8")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.soak", "child"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            env=os.environ | env,
-        )
-        self.ask(dict(job, engine=engine, side=name))
+        answers, pipe = os.pipe()
+        command = [sys.executable, "-m", "benchmarks.soak", "child"]
+        more: dict[str, Any] = dict(stdin=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        with log.open("w") as out:
+            more |= dict(env=os.environ | env, pass_fds=[pipe])
+            self.process = subprocess.Popen(command, stdout=out, **more)
+        os.close(pipe)
+        self.answers = os.fdopen(answers)
+        self.ask(dict(job, engine=engine, side=name, pipe=pipe))
 
     def ask(self, order: Any) -> dict[str, Any]:
         """The answer to an order of `child`. Raises RuntimeError if the engine ends."""
         assert self.process.stdin is not None
-        assert self.process.stdout is not None
         print(json.dumps(order), file=self.process.stdin, flush=True)
-        with self.log.open("a") as log:
-            for line in self.process.stdout:
-                if line.startswith(SAID):
-                    return dict(json.loads(line[len(SAID) :]))
-                log.write(line)
-                log.flush()
+        if line := self.answers.readline():
+            return dict(json.loads(line))
         errors = [x for x in self.lines() if "Error" in x]
         raise RuntimeError("\n".join([f"ended with {self.process.wait()}", *errors[:8]]))
 
     def lines(self) -> list[str]:
-        return self.log.read_text().splitlines()
+        return self.log.read_text(errors="replace").splitlines()
 
     def end(self) -> None:
         assert self.process.stdin is not None
@@ -330,7 +296,7 @@ def workload(part: int, kind: str, number: int, known: dict[str, list[int]]) -> 
             prompt = rng.choice(documents)[:cut] + piece(rng.choice((0, 1, 5, 40, 90)))
         else:
             prompt = piece(rng.randrange(1, 400))
-        prompt += piece(max(0, SHORTEST - len(prompt)))
+        prompt = prompt or piece(1)
         abort = rng.uniform(0.02, 1.0) if n % 12 == 5 else None
         new = rng.choice((5, 12, 20, 33, 64, 65, 110))
         requests.append(Request(f"{part}-{n}", prompt, new, abort))
@@ -369,16 +335,10 @@ def save_kda(path: Path) -> None:
     """
     import torch
 
-    layers = dict(kda_layers=[1, 2, 3], full_attn_layers=[4], short_conv_kernel_size=4)
-    settings = MODELS["kimi_linear"] | dict(
-        vocab_size=256,
-        hidden_size=256,
-        intermediate_size=512,
-        num_attention_heads=HEADS,
-        num_key_value_heads=HEADS,
-        initializer_range=0.06,
-        linear_attn_config=layers | dict(num_heads=HEADS, head_dim=64),
-    )
+    layers = dict(kda_layers=[1, 2, 3], full_attn_layers=[4], num_heads=HEADS, head_dim=64)
+    settings = MODELS["kimi_linear"] | dict(vocab_size=256, hidden_size=256, intermediate_size=512)
+    settings |= dict(num_attention_heads=HEADS, num_key_value_heads=HEADS, initializer_range=0.06)
+    settings |= dict(linear_attn_config=layers | dict(short_conv_kernel_size=4))
 
     def redraw(name: str, x: torch.Tensor) -> None:
         if name.endswith("A_log"):
@@ -428,14 +388,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("engine", choices=("sglang", "vllm"))
     parser.add_argument("--model", choices=("gdn", "kda"), default="gdn")
-    parser.add_argument("--sides", default=",".join(SIDES), help="the truth is always there")
+    parser.add_argument("--sides", default=",".join(SIDES), help="beside the truth")
     parser.add_argument("--seconds", type=float, default=300, help="of all, the start included")
     parser.add_argument("--requests", type=int, default=480, help="of a part; parts follow parts")
-    parser.add_argument("--check", action="store_true", help="GATED_DELTA_CHECK=1, without graphs")
+    parser.add_argument("--check", action="store_true", help="compare states in place of answers")
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()))
     given = parser.parse_args()
     end, began = time.time() + given.seconds, time.time()
-    names = list(dict.fromkeys(["truth", *given.sides.split(",")]))
+    names = list(dict.fromkeys([*([] if given.check else ["truth"]), *given.sides.split(",")]))
     if unknown := set(names) - SIDES.keys():
         parser.error(f"--sides: expected some of {','.join(SIDES)}, got {','.join(unknown)}")
     given.logs.mkdir(parents=True, exist_ok=True)
@@ -447,8 +407,8 @@ def main() -> int:
         job = dict(path=path, kind=given.model, check=given.check)
 
         def start(name: str) -> Engine:
-            log = given.logs / f"soak_{given.engine}_{given.model}_{name}.log"
-            log.write_text("")
+            check = "_check" if given.check else ""
+            log = given.logs / f"soak_{given.engine}_{given.model}_{name}{check}.log"
             return Engine(given.engine, name, job, log)
 
         engines: dict[str, Engine] = on_all(names, start)
@@ -464,47 +424,51 @@ def soak(given: argparse.Namespace, engines: dict[str, Engine], end: float) -> i
     answers: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
     requests: dict[str, Request] = {}
     known: dict[str, list[int]] = {}
+    running, lead = dict[str, Any](engines), "plain" if given.check else "truth"
+    lead = lead if lead in engines else next(iter(engines), "")
     for part in range(1000):
-        if time.time() > end - 15 or "truth" not in engines:
+        if time.time() > end - 15 or lead not in running:
             break
         new = workload(part, given.model, given.requests, known)
         requests |= {x.name: x for x in new}
         calm = [x._replace(abort=None) for x in new]
 
         def run(name: str, part: int = part, new: Any = new, calm: Any = calm) -> dict[str, Any]:
-            top = name == "truth"
-            at_once = 64 if part % 2 == 0 else 24
+            top, at_once = name == "truth", 24 if part % 2 else 64
             return engines[name].ask(Rush(calm if top else new, at_once, end - 10, top))
 
-        for name, answer in on_all(list(engines), run).items():
+        running = on_all(list(running), run)
+        for name, answer in running.items():
             answers[name].append(answer)
-        if len(answers["truth"]) <= part:
-            break
-        said = answers["truth"][part]["answers"]
+        said = answers[lead][-1]["answers"] if lead in running else {}
         known = {name: requests[name].prompt + tokens for name, (tokens, _) in said.items()}
-    return report(given, engines, answers, requests)
+    wrong = [
+        report(given, engines[name], parts, answers, requests) for name, parts in answers.items()
+    ]
+    return int(any(wrong) or any(name not in running for name in engines))
 
 
-def report(given: Any, engines: Any, parts: Any, requests: dict[str, Request]) -> int:
-    merged = {
-        name: {key: x for part in said for key, x in part["answers"].items()}
-        for name, said in parts.items()
-    }
-    whole = {name for name, x in requests.items() if x.abort is None}
-    failed = not merged.get("truth")
-    for name, said in merged.items():
-        if name == "truth":
-            continue
-        found, tie = judged(merged["truth"], said, whole, TIES[given.model]), TIES[given.model]
+def report(
+    given: argparse.Namespace,
+    engine: Engine,
+    parts: list[dict[str, Any]],
+    answers: dict[str, list[dict[str, Any]]],
+    requests: dict[str, Request],
+) -> bool:
+    """Prints what a side answered. Returns whether it is one of ours, and wrong."""
+    truth, said = (
+        {key: x for part in several for key, x in part["answers"].items()}
+        for several in (answers.get("truth", []), parts)
+    )
+    line, wrong = f"{given.engine} {given.model} {engine.name}: {len(said)} answers", []
+    if truth and engine.name != "truth":
+        whole, tie = {name for name, x in requests.items() if x.abort is None}, TIES[given.model]
+        found = judged(truth, said, whole, tie)
         wrong = sorted(found["wrong"].items())
-        print(
-            f"{given.engine} {given.model} {name}: {found['equal']} of {len(said)} equal, "
-            f"{found['ties']} part at a tie (gaps up to {found['gap']:.3f}, at most {tie}), "
-            f"{len(wrong)} WRONG {wrong[:5]}; {counted(engines[name], parts[name])}",
-            flush=True,
-        )
-        failed |= SIDES[name].ours and (bool(wrong) or len(parts[name]) < len(parts["truth"]))
-    return int(failed)
+        line += f", {found['equal']} equal, {found['ties']} part at a tie (gaps up to "
+        line += f"{found['gap']:.3f}, at most {tie}), {len(wrong)} WRONG {wrong[:5]}"
+    print(f"{line}; {counted(engine, parts)}", flush=True)
+    return SIDES[engine.name].ours and bool(wrong)
 
 
 if __name__ == "__mp_main__":  # a process of an engine

@@ -48,8 +48,9 @@ def save_random(
         name.replace("block_sparse_moe", "mlp"): x
         for name, x in safetensors.torch.load_file(saved).items()
     }
-    for name, x in weights.items() if redraw else ():
-        redraw(name, x)
+    if redraw is not None:
+        for name, x in weights.items():
+            redraw(name, x)
     safetensors.torch.save_file(weights, saved, metadata=dict(format="pt"))
 
 

@@ -386,7 +386,10 @@ class Runner(Steps):
             monkeypatch.setattr(kind, "postprocess_state", kind.postprocess_state)
             monkeypatch.setattr(layers, "api", layers.api)
             checking.hook.__wrapped__(layers)
+        cache = self.config.cache_config
+        block, cache.mamba_block_size = cache.mamba_block_size, 1  # vLLM sets it later
         self.model = kind(self.config, None, None, torch.device("cpu"))
+        cache.mamba_block_size = block
         self.model._mamba_ctx = Copies(self)
         self.worker = SimpleNamespace(
             vllm_config=self.config,
