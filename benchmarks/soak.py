@@ -87,12 +87,13 @@ class Rush(NamedTuple):
 def sglang(model: str, kind: str, side: Side, check: bool) -> Callable[[Rush], dict[str, Any]]:
     import sglang
 
-    options: dict[str, Any] = dict(random_seed=0, skip_tokenizer_init=True, log_level="info")
+    port = 20000 + os.getpid() % 20000  # several engines start at once
+    options: dict[str, Any] = dict(random_seed=0, skip_tokenizer_init=True, port=port)
     options |= dict(attention_backend="triton", sampling_backend="pytorch", grammar_backend="none")
     options |= dict(enable_fp32_lm_head=True, mamba_ssm_dtype="float32", mem_fraction_static=0.5)
     options |= dict(max_running_requests=64, max_mamba_cache_size=400, max_total_tokens=16000)
     options |= dict(cuda_graph_max_bs_decode=64, chunked_prefill_size=1024, context_length=2048)
-    options |= dict(schedule_conservativeness=0.3, sleep_on_idle=True)
+    options |= dict(schedule_conservativeness=0.3, sleep_on_idle=True, log_level="info")
     if side.cache:
         options |= dict(mamba_radix_cache_strategy="extra_buffer", mamba_track_interval=64)
     else:
