@@ -368,7 +368,7 @@ class Runner(Steps):
         from vllm.v1.worker.gpu.model_states import default, mamba_hybrid
 
         from gated_delta import problem
-        from gated_delta.integrations.vllm import checking, commit, layers, ring
+        from gated_delta.integrations.vllm import checking, commit, layers, padded, ring
 
         base, kind = default.DefaultModelState, mamba_hybrid.MambaHybridModelState
         monkeypatch.setattr(base, "__init__", default.ModelState.__init__)
@@ -376,6 +376,8 @@ class Runner(Steps):
             monkeypatch.setattr(base, name, lambda *_: None)
         for name in ("__init__", "add_request", "preprocess_state", "prepare_attn"):
             monkeypatch.setattr(kind, name, getattr(kind, name))
+        if self.drafts:
+            padded.verify_from_zeros.__wrapped__(True)
         runner = model_runner.GPUModelRunner
         monkeypatch.setattr(runner, "add_requests", runner.add_requests)
         if self.ring or self.room:
