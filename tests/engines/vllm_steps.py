@@ -480,7 +480,8 @@ class Runner(Steps):
         drafts = [len(batch.scheduled_spec_decode_tokens.get(name, ())) for name in names]
         if not self.asynchronous:
             for name, request in zip(names, requests, strict=True):
-                request.drafts = list(batch.scheduled_spec_decode_tokens.get(name, ()))
+                proposed = batch.scheduled_spec_decode_tokens.get(name, ())
+                request.drafts = [max(token, 0) for token in proposed]  # vLLM's padding is 0
         lens = [batch.num_scheduled_tokens[name] for name in names]
         rows = torch.tensor([request.row for request in requests])
         for by_request, in_batch in zip(self.by_request, self.in_batch, strict=True):
@@ -614,7 +615,12 @@ class Runner(Steps):
             row, known = self.req_states.req_id_to_index[new.req_id], new.num_computed_tokens
             tokens = list(new.prefill_token_ids)
             self.requests[new.req_id] = SimpleNamespace(
-                row=row, tokens=tokens, prefill=len(tokens), known=known, drafts=[], columns=0
+                row=row,
+                tokens=tokens,
+                prefill=len(tokens),
+                known=known,
+                drafts=[0] * self.drafts,
+                columns=0,
             )
             self.computed[row] = known
             self.seen["hit"] += known > 0
