@@ -412,7 +412,8 @@ def main() -> int:
             log = given.logs / f"soak_{given.engine}_{given.model}_{name}{check}.log"
             return Engine(given.engine, name, job, log)
 
-        engines: dict[str, Engine] = on_all(names, start)
+        started: dict[str, Engine] = on_all(names, start)
+        engines = {name: started[name] for name in names if name in started}
         print(f"{len(engines)} engines started in {time.time() - began:.0f} s", flush=True)
         try:
             return soak(given, engines, end) or len(names) - len(engines)
