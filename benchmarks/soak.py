@@ -126,7 +126,9 @@ def sglang(model: str, kind: str, side: Side, check: bool) -> Callable[[Rush], d
                     engine.tokenizer_manager.abort_request(request.name)
                 try:
                     answer = await task
-                except ValueError:  # aborted before it ran
+                except Exception:  # the engine's, for one that is aborted before it runs
+                    if request.abort is None:
+                        raise
                     answers[request.name] = [[], []]
                     return
             meta, tokens = answer["meta_info"], answer["output_ids"]
@@ -156,7 +158,7 @@ def vllm(model: str, kind: str, side: Side, check: bool) -> Callable[[Rush], dic
     options |= dict(gpu_memory_utilization=0.1, enable_prefix_caching=side.cache)
     options |= dict(enforce_eager=True) if check else graphs
     if side.cache:  # room for a dozen requests; what decode fills is cached too
-        size = dict(gdn=10, kda=16)[kind] << 20
+        size = dict(gdn=10, kda=24)[kind] << 20
         options |= dict(kv_cache_memory_bytes=size, prefix_cache_retention_interval=None)
     else:
         options |= dict(kv_cache_memory_bytes=1 << 30)
@@ -268,7 +270,7 @@ class Engine:
         assert self.process.stdin is not None
         self.process.stdin.close()
         try:
-            self.process.wait(20)
+            self.process.wait(8)
         except subprocess.TimeoutExpired:
             self.process.kill()
 
