@@ -43,5 +43,5 @@ def test_requests_share_blocks_and_go_on_from_answers(kind: str) -> None:
     shared = {tuple(x.prompt[:64]) for x in first if len(x.prompt) >= 64}
     assert len(shared) < len([x for x in first if len(x.prompt) >= 64]) * 0.6
     assert sum(x.abort is not None for x in first) == 20
-    assert all(2 <= len(x.prompt) <= 1200 for x in first + second)
+    assert all(1 <= len(x.prompt) <= 1200 for x in first + second)
     assert len({x.name for x in first + second}) == 480
