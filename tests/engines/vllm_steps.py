@@ -368,7 +368,7 @@ class Runner(Steps):
         from vllm.v1.worker.gpu.model_states import default, mamba_hybrid
 
         from gated_delta import problem
-        from gated_delta.integrations.vllm import checking, commit, layers, ring
+        from gated_delta.integrations.vllm import checking, commit, layers, padded, ring
 
         base, kind = default.DefaultModelState, mamba_hybrid.MambaHybridModelState
         monkeypatch.setattr(base, "__init__", default.ModelState.__init__)
@@ -376,6 +376,8 @@ class Runner(Steps):
             monkeypatch.setattr(base, name, lambda *_: None)
         for name in ("__init__", "add_request", "preprocess_state", "prepare_attn"):
             monkeypatch.setattr(kind, name, getattr(kind, name))
+        if self.drafts:
+            padded.verify_from_zeros.__wrapped__(True)
         runner = model_runner.GPUModelRunner
         monkeypatch.setattr(runner, "add_requests", runner.add_requests)
         if self.ring or self.room:
@@ -386,7 +388,10 @@ class Runner(Steps):
             monkeypatch.setattr(kind, "postprocess_state", kind.postprocess_state)
             monkeypatch.setattr(layers, "api", layers.api)
             checking.hook.__wrapped__(layers)
+        cache = self.config.cache_config
+        block, cache.mamba_block_size = cache.mamba_block_size, 1  # vLLM sets it later
         self.model = kind(self.config, None, None, torch.device("cpu"))
+        cache.mamba_block_size = block
         self.model._mamba_ctx = Copies(self)
         self.worker = SimpleNamespace(
             vllm_config=self.config,
@@ -478,7 +483,8 @@ class Runner(Steps):
         drafts = [len(batch.scheduled_spec_decode_tokens.get(name, ())) for name in names]
         if not self.asynchronous:
             for name, request in zip(names, requests, strict=True):
-                request.drafts = list(batch.scheduled_spec_decode_tokens.get(name, ()))
+                proposed = batch.scheduled_spec_decode_tokens.get(name, ())
+                request.drafts = [max(token, 0) for token in proposed]  # vLLM's padding is 0
         lens = [batch.num_scheduled_tokens[name] for name in names]
         rows = torch.tensor([request.row for request in requests])
         for by_request, in_batch in zip(self.by_request, self.in_batch, strict=True):
@@ -612,7 +618,12 @@ class Runner(Steps):
             row, known = self.req_states.req_id_to_index[new.req_id], new.num_computed_tokens
             tokens = list(new.prefill_token_ids)
             self.requests[new.req_id] = SimpleNamespace(
-                row=row, tokens=tokens, prefill=len(tokens), known=known, drafts=[], columns=0
+                row=row,
+                tokens=tokens,
+                prefill=len(tokens),
+                known=known,
+                drafts=[0] * self.drafts,
+                columns=0,
             )
             self.computed[row] = known
             self.seen["hit"] += known > 0
