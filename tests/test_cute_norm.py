@@ -317,7 +317,7 @@ def check_fp8(values, scales, bare):
     same(values.float().isnan(), ~numbers)
 
 
-QUANTISED = [(0, None), (20, None), (-20, 0.03), (0, 0.03), (20, 0.03), (-20, None)]
+QUANTISED = [(0, None), (20, None), (-20, 3e-8), (0, 0.03), (20, 0.03), (-20, None)]
 """Of the norm's weight, as a power of two, and the scale that is given."""
 
 
