@@ -364,7 +364,7 @@ def tokens(
     )
     with report.measuring(), tempfile.TemporaryDirectory() as directory:
         if model in serving.MODELS:
-            answers.save_random(model, Path(directory))
+            answers.save_random(serving.MODELS[model], Path(directory))
         path = directory if model in serving.MODELS else model
         for plugin, more in starts:
             log: list[str] = []

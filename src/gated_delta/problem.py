@@ -649,28 +649,42 @@ class Checker:
         if on:
             self.options.add(name)
 
-    def lead(self, a: Any, query: str = "q") -> str:
-        """Check cu_seqlens; the first two dimensions of q and of what else has a row a token."""
-        if a.cu_seqlens is None:
-            return _lead(a)
-        self.index("cu_seqlens", a.cu_seqlens, "N+1")
-        if a.cu_seqlens.shape[0] < 1:
-            raise ValueError("cu_seqlens: expected shape [N+1], got [0]")
-        if isinstance(a.q, Tensor) and a.q.shape[:1] != (1,):
-            expected = "expected packed tokens [1, total, H, K] with cu_seqlens"
-            raise ValueError(f"{query}: {expected}, got {list(a.q.shape)}")
-        return _lead(a)
+    def qkv(self, a: Any, query: str = "q", grouped: bool = False) -> str:
+        """Check cu_seqlens, q, k and v. Returns the first two dimensions of rows a token.
+
+        query: q's name in errors. grouped: v may be [N, T, groups, R, V].
+        """
+        if a.cu_seqlens is not None:
+            self.index("cu_seqlens", a.cu_seqlens, "N+1")
+            if a.cu_seqlens.shape[0] < 1:
+                raise ValueError("cu_seqlens: expected shape [N+1], got [0]")
+            if isinstance(a.q, Tensor) and a.q.shape[:1] != (1,):
+                expected = "expected packed tokens [1, total, H, K] with cu_seqlens"
+                raise ValueError(f"{query}: {expected}, got {list(a.q.shape)}")
+            self.sizes["N"] = a.cu_seqlens.shape[0] - 1
+        lead = _lead(a)
+        dtype = self.tensor(query, a.q, INPUT_DTYPES, f"{lead} H K").dtype
+        self.tensor("k", a.k, (dtype,), f"{lead} H K")
+        in_groups = grouped and isinstance(a.v, Tensor) and a.v.ndim == 5
+        self.tensor("v", a.v, (dtype,), f"{lead} groups R V" if in_groups else f"{lead} HV V")
+        for name, x in ((query, a.q), ("k", a.k), ("v", a.v)):
+            last_dim_contiguous(name, x)
+        H, HV = a.q.shape[2], a.v.shape[2:-1].numel()
+        if min(H, HV, self.sizes["K"], self.sizes["V"]) < 1:
+            shapes = f"{query} {list(a.q.shape)}, v {list(a.v.shape)}"
+            raise ValueError(f"{query}, v: expected at least one head and channel, got {shapes}")
+        if HV % H:
+            raise ValueError(
+                f"v: expected HV to be a multiple of H={H} (grouped value heads), got HV={HV}"
+            )
+        return lead
 
     def tokens(self, a: Any, query: str = "q") -> None:
         """Check q to cu_seqlens of a call with tokens, with gate, scale and flags.
 
         query: q's name in errors.
         """
-        lead = self.lead(a, query)
-        self.tensor(query, a.q, INPUT_DTYPES, f"{lead} H K")
-        same = (a.q.dtype,)
-        self.tensor("k", a.k, same, f"{lead} H K")
-        self.tensor("v", a.v, same, f"{lead} HV V")
+        lead = self.qkv(a, query)
         self.tensor("g", a.g, INPUT_DTYPES)
         if a.g.ndim not in (3, 4):
             raise ValueError(
@@ -678,9 +692,6 @@ class Checker:
             )
         self.sizes.bind("g", a.g, f"{lead} HV" if a.g.ndim == 3 else f"{lead} HV K")
         self.tensor("beta", a.beta, INPUT_DTYPES, f"{lead} HV")
-        for name, x in ((query, a.q), ("k", a.k), ("v", a.v)):
-            last_dim_contiguous(name, x)
-        self.heads(a, query)
         if a.A_log is not None:
             self.tensor("A_log", a.A_log, (torch.float32,), "HV")
         if a.dt_bias is not None:
@@ -695,18 +706,6 @@ class Checker:
         if a.allow_neg_eigval and not a.beta_logits:
             raise ValueError("beta_logits: expected True with allow_neg_eigval=True, got False")
         self.option("allow_neg_eigval", a.allow_neg_eigval)
-        self.sizes["N"] = a.q.shape[0] if a.cu_seqlens is None else a.cu_seqlens.shape[0] - 1
-
-    def heads(self, a: Any, query: str = "q") -> None:
-        """Check the numbers of heads and channels of q, k and v, whose dimensions are checked."""
-        H, HV = a.q.shape[2], a.v.shape[2:-1].numel()
-        if min(H, HV, self.sizes["K"], self.sizes["V"]) < 1:
-            shapes = f"{query} {list(a.q.shape)}, v {list(a.v.shape)}"
-            raise ValueError(f"{query}, v: expected at least one head and channel, got {shapes}")
-        if HV % H:
-            raise ValueError(
-                f"v: expected HV to be a multiple of H={H} (grouped value heads), got HV={HV}"
-            )
 
     def vectors(self, a: Any, *states: Tensor | None) -> None:
         """Note rows that 16-byte accesses cannot read."""
@@ -715,6 +714,18 @@ class Checker:
             "scattered_rows",
             not all(x is None or (self.aligned(x) and x.stride(-2) == x.shape[-1]) for x in states),
         )
+
+    def values(self, *given: Tensor | None) -> None:
+        """Note other rows that 16-byte accesses cannot read."""
+        rows = (x for x in given if x is not None)
+        aligned = all(self.aligned(x) and x.stride(-1) == 1 for x in rows)
+        self.option("unaligned_values", not aligned)
+
+    def max_seqlen(self, a: Any) -> None:
+        if a.cu_seqlens is None:
+            absent("max_seqlen", a.max_seqlen, "without cu_seqlens")
+        elif a.max_seqlen is not None and integer("max_seqlen", a.max_seqlen, "an int or None") < 0:
+            raise ValueError(f"max_seqlen: expected 0 or more, got {a.max_seqlen}")
 
     def draft_length(self, packed: bool) -> None:
         if packed:

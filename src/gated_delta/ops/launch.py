@@ -49,7 +49,8 @@ class Plan(NamedTuple):
 class Model(NamedTuple):
     """A model as packs see it. tokens: dtypes, gate and beta_logits of a Problem.
 
-    ring: decode and verify with `buffer_lens` too. trees: `parents` and `path` too.
+    ring: decode and verify with `buffer_lens` too. trees: `parents` and `path` too. fp8: also
+    outputs in FP8.
     """
 
     axis: str
@@ -59,6 +60,7 @@ class Model(NamedTuple):
     tokens: Mapping[str, Any]
     ring: bool = False
     trees: bool = False
+    fp8: bool = False
 
     def problem(self, op: str, T: int | None = None, options: Iterable[str] = ()) -> Problem:
         """A call with one head."""
@@ -69,7 +71,8 @@ class Model(NamedTuple):
     def norms(self) -> tuple[tuple[str, ...], ...]:
         """Options of calls: with a norm too if gate and beta are raw, as in engines."""
         raw = self.tokens["gate"] != "log" and self.tokens["beta_logits"]
-        return ((), ("norm",)) if raw else ((),)
+        outputs = (("norm",), ("norm", "fp8")) if self.fp8 else (("norm",),)
+        return ((), *outputs) if raw else ((),)
 
 
 def _refuse() -> None:

@@ -39,6 +39,7 @@ def hook(backend: Any, layers: Sequence[Any]) -> None:
         if known is None or type(layer).forward is not known.forward:
             continue
         backend.forward_extend = convolution.extend
+        convolution.norms[layer.attn.A_log] = layer.norm
         if not isinstance(layer.forward, WholeRows):
             layer.forward = WholeRows(layer, convolution)
 
@@ -47,12 +48,13 @@ class Convolution:
     """A backend's prefill with our convolution.
 
     parts: q, k, v of the call in progress, if it has whole rows. missing: why the engine's
-    convolution runs.
+    convolution runs. norms: the gated norm of each layer with whole rows, by its A_log.
     """
 
     def __init__(self, backend: Any):
         self.backend, self.missing = backend, ""
         self.parts: Sequence[Tensor] | None = None
+        self.norms: dict[Tensor, Any] = {}
         self._convolve, self._extend = backend._convolve_prefill, backend.forward_extend
         backend._convolve_prefill = self.convolve
 
@@ -69,19 +71,28 @@ class Convolution:
         )
 
     def extend(self, *, layer: Any, mixed_qkv: Tensor, **given: Any) -> Tensor:
-        """The backend's `forward_extend`; mixed_qkv: [T, q|k|v], or whole rows."""
+        """The backend's `forward_extend`; mixed_qkv: [T, q|k|v], or whole rows.
+
+        Where a graph breaks here, the result of whole rows is normalised.
+        """
         C = layer.q_dim + layer.k_dim + layer.v_dim
         if mixed_qkv.shape[1] == C:
             return self._extend(layer=layer, mixed_qkv=mixed_qkv, **given)
-        self.parts = parts_of(layer, mixed_qkv)[:3]
+        *self.parts, z = parts_of(layer, mixed_qkv)
+        fused = process.state.norms.get(layer.A_log)
+        if breaks_here() and fused is not None:
+            fused.project(z, quantises=False)
         rows, tables = mixed_qkv.new_empty(len(mixed_qkv), C), self.backend.forward_metadata
         if tables.has_mamba_track_mask:  # the engine keeps these inputs as windows of prefixes
             kept = tables.track_conv_indices.flatten()
             rows[kept] = projection.joined([x[kept] for x in self.parts])
         try:
-            return self._extend(layer=layer, mixed_qkv=rows, **given)
+            o: Tensor = self._extend(layer=layer, mixed_qkv=rows, **given)
         finally:
             self.parts = None
+        if not breaks_here():
+            return o
+        return normalised(self.norms[layer.A_log], fused, o.flatten(0, -2), z).view(o.shape)
 
     def convolve(
         self, layer: Any, batch: Any, mixed_qkv: Tensor, conv_states: Tensor, slots: Tensor
@@ -131,6 +142,22 @@ def copied(x: Tensor) -> Tensor:
     return projection.wide(x).contiguous().view(x.dtype)
 
 
+def normalised(norm: Any, fused: Any, o: Tensor, z: Tensor) -> Tensor:
+    """o [rows, V] behind a layer's norm, unless our call had it: then o, and z is not copied."""
+    if fused is None or not fused.applied:
+        z = copied(z).view(-1, o.shape[1])
+    result: Tensor = norm(o, z)
+    return result
+
+
+def breaks_here() -> bool:
+    """Whether a prefill graph that breaks at each linear layer is captured or replayed."""
+    from sglang.srt.model_executor.runner_backend_utils import breakable_cuda_graph
+    from sglang.srt.model_executor.runner_utils.prefill_graph import is_in_prefill_graph_scope
+
+    return is_in_prefill_graph_scope() and breakable_cuda_graph.is_in_breakable_cuda_graph()
+
+
 class WholeRows:
     """Qwen3-Next's `forward`, whose prefills leave q, k and v where the projection has them."""
 
@@ -148,8 +175,8 @@ class WholeRows:
             fused.project(z)
         b, a = (x.reshape(-1, HV) for x in ba.view(len(ba), H, -1).chunk(2, 2))
         o = layer.attn(forward_batch, mixed_qkv=rows, a=a, b=b).reshape(-1, V)
-        if len(o) < len(rows) * HV:  # rows that data parallelism adds
-            o = torch.nn.functional.pad(o, (0, 0, 0, len(rows) * HV - len(o)))
-        if fused is None or not fused.applied:
-            z = copied(z).view(-1, V)
-        return layer.out_proj(layer.norm(o, z).reshape(len(rows), -1))[0]
+        if not breaks_here():
+            if len(o) < len(rows) * HV:  # rows that data parallelism adds
+                o = torch.nn.functional.pad(o, (0, 0, 0, len(rows) * HV - len(o)))
+            o = normalised(layer.norm, fused, o, z)
+        return layer.out_proj(o.reshape(len(rows), -1))[0]

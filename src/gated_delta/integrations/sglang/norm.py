@@ -56,19 +56,20 @@ class FusedNorm:
     """A layer's norm with hooks.
 
     z: its gate [T, HV, V] or [T, H, HV / H, V], from the projection to the norm. applied: our call
-    has the norm applied. fp8: whether our calls quantise. quantised: numbers and scales of such a
-    call, for all rows of z, from the call to the projection.
+    has the norm applied. fp8: whether our calls quantise; quantises: whether the next one does.
+    quantised: numbers and scales of that call, for all rows of z, from the call to the projection.
     """
 
     def __init__(self, norm: Any, fp8: bool = False):
         self.norm, self.forward, self.fp8 = norm, norm.forward, fp8
         self.z: Tensor | None = None
-        self.applied = False
+        self.applied, self.quantises = False, fp8
         self.quantised: tuple[Tensor, Tensor] | None = None
 
-    def project(self, z: Tensor) -> None:
+    def project(self, z: Tensor, quantises: bool = True) -> None:
         """A forward of the layer has projected the gate."""
         self.z, self.applied, self.quantised = z, False, None
+        self.quantises = self.fp8 and quantises
 
     def arguments(self, v: Tensor, padded: bool = False) -> dict[str, Any]:
         """z and norm, for v [T, HV, V]; none if no gate was projected for these rows.
@@ -86,7 +87,7 @@ class FusedNorm:
             return {}
         activation = ACTIVATIONS[self.norm.activation]
         norm = GatedNorm(self.norm.weight, self.norm.eps, activation)
-        return dict(z=z, norm=norm) | (self.outputs(v) if self.fp8 else {})
+        return dict(z=z, norm=norm) | (self.outputs(v) if self.quantises else {})
 
     def outputs(self, v: Tensor) -> dict[str, Tensor]:
         """out and out_scales of a call, in rows of `quantised`; none where the projection has to.
