@@ -260,8 +260,9 @@ class Engine:
         print(json.dumps(order), file=self.process.stdin, flush=True)
         if line := self.answers.readline():
             return dict(json.loads(line))
-        errors = [x for x in self.lines() if "Error" in x]
-        raise RuntimeError("\n".join([f"ended with {self.process.wait()}", *errors[:8]]))
+        end = f"ended with {self.process.wait()}; {self.log} has"
+        errors = [x for x in self.lines() if re.search(r"\w(Error|Problem): ", x)]
+        raise RuntimeError("\n    ".join([end, *errors[:8]]))
 
     def lines(self) -> list[str]:
         return self.log.read_text(errors="replace").splitlines()
