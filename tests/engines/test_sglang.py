@@ -1023,7 +1023,10 @@ def test_a_small_batch_finds_states_whole():
 def test_triton_updates_lengths_as_torch(monkeypatch):
     """By Triton's interpreter; row 0 pads, and has no length. Guards lie behind the batch."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    kernels = importlib.import_module("gated_delta.integrations.sglang.records.ring_kernels")
+    engine = "gated_delta.integrations.engine"
+    kernels, lengths = map(
+        importlib.import_module, (f"{engine}.{x}" for x in ("ring_kernels", "ring_lengths"))
+    )
     monkeypatch.setattr(kernels, "BLOCK", 8)
     torch.manual_seed(0)
     for N, index in ((1, torch.int32), (8, torch.int64), (21, torch.int32)):
@@ -1032,7 +1035,7 @@ def test_triton_updates_lengths_as_torch(monkeypatch):
         for due, tokens in ((None, 0), (None, 15), (torch.rand(N) < 0.3, 15)):
             lens = 15 - torch.arange(41, dtype=torch.int32) % 3  # many are full
             both = []
-            for module in (rings.ring_lengths, kernels):
+            for module in (lengths, kernels):
                 now, step_rows = lens.clone(), torch.full((N + 3,), 77)
                 step_lens = torch.full((N + 3,), 77, dtype=torch.int32)
                 module.step(rows, slots, due, now, step_rows, step_lens, tokens=tokens)

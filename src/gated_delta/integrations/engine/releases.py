@@ -291,12 +291,14 @@ _VLLM_SHARED = {
         "_postprocess_recoverssm_align_kernel": "29648286",
     },
     "v1/worker/mamba_utils.py": {
+        "get_mamba_groups": "991528c8",
         "postprocess_mamba_fused_kernel": "26ab5c22",
         "precopy_mamba_align_fused_kernel": "7a3cba6c",
         "preprocess_mamba_align_fused_kernel": "acd1e5f5",
     },
     "v1/worker/gpu_model_runner.py": {
-        "GPUModelRunner._update_states_after_model_execute": "46463783"
+        "GPUModelRunner._prepare_inputs": "a4d96696",
+        "GPUModelRunner._update_states_after_model_execute": "46463783",
     },
 }
 """Code that is the same in each of vLLM's releases below."""
@@ -356,7 +358,10 @@ VLLM = {
             },
             "v1/core/single_type_kv_cache_manager.py": {"MambaManager": "3ed8e8d4"},
             "v1/worker/gpu/kv_connector.py": {"ActiveKVConnector": "b68d8834"},
-            "v1/worker/gpu/model_runner.py": {"GPUModelRunner.sample_tokens": "63725582"},
+            "v1/worker/gpu/model_runner.py": {
+                "GPUModelRunner.gather_batch_req_state": "643360ce",
+                "GPUModelRunner.sample_tokens": "63725582",
+            },
         },
         _VLLM_MODELS,
     ),
@@ -401,7 +406,10 @@ VLLM = {
             },
             "v1/core/single_type_kv_cache_manager.py": {"MambaManager": "88862459"},
             "v1/worker/gpu/kv_connector.py": {"ActiveKVConnector": "a8799d32"},
-            "v1/worker/gpu/model_runner.py": {"GPUModelRunner.sample_tokens": "3b84e378"},
+            "v1/worker/gpu/model_runner.py": {
+                "GPUModelRunner.gather_batch_req_state": "643360ce",
+                "GPUModelRunner.sample_tokens": "3b84e378",
+            },
         },
         _VLLM_MODELS,
     ),
@@ -413,7 +421,6 @@ _TABLES = "v1/worker/gpu/block_table.py"
 _ADMISSION = {
     "GPUModelRunner.add_requests": "a5fd54cc",
     "GPUModelRunner._remove_request": "8b4d7ca3",
-    "GPUModelRunner.gather_batch_req_state": "643360ce",
 }
 VLLM_RING = {
     "cuda": Release(

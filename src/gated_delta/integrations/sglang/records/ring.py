@@ -16,8 +16,8 @@ from torch import Tensor
 
 from gated_delta import api
 from gated_delta.integrations.engine import releases
+from gated_delta.integrations.engine.ring_lengths import lengths_of
 from gated_delta.integrations.sglang import process
-from gated_delta.integrations.sglang.records import ring_lengths
 from gated_delta.problem import KVBuffer
 
 _EXTEND = (
@@ -112,15 +112,6 @@ class Ring:
         backend = process.backend_for(self.states)
         api.flush(self.states, self.buffer, self.lens[rows], **where, backend=backend)
         self.lens.index_fill_(0, rows, 0)
-
-
-def lengths_of(x: Tensor) -> Any:
-    """The module that updates lengths on x's device."""
-    if not x.is_cuda:
-        return ring_lengths
-    from gated_delta.integrations.sglang.records import ring_kernels
-
-    return ring_kernels
 
 
 def register_folds() -> None:
