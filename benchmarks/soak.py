@@ -279,7 +279,7 @@ class Engine:
         assert self.process.stdin is not None
         self.process.stdin.close()
         try:
-            self.process.wait(8)
+            self.process.wait(4)
         except subprocess.TimeoutExpired:
             self.process.kill()
 
