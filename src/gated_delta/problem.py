@@ -670,21 +670,27 @@ class Checker:
         self.tensor(query, a.q, INPUT_DTYPES, f"{lead} H K")
         same = (a.q.dtype,)
         self.tensor("k", a.k, same, f"{lead} H K")
-        self.tensor("v", a.v, same, f"{lead} HV V")
+        grouped = by_qk_head(a)
+        heads = "H R" if grouped else "HV"
+        self.tensor("v", a.v, same, f"{lead} {heads} V")
         self.tensor("g", a.g, INPUT_DTYPES)
         if a.g.ndim not in (3, 4):
             raise ValueError(
                 f"g: expected [N, T, HV] (GDN) or [N, T, HV, K] (KDA), got shape {list(a.g.shape)}"
             )
-        self.sizes.bind("g", a.g, f"{lead} HV" if a.g.ndim == 3 else f"{lead} HV K")
-        self.tensor("beta", a.beta, INPUT_DTYPES, f"{lead} HV")
+        gate_heads = "HV" if grouped or a.g.ndim == 3 else "HV K"
+        self.sizes.bind("g", a.g, f"{lead} {heads if grouped else gate_heads}")
+        self.tensor("beta", a.beta, INPUT_DTYPES, f"{lead} {heads}")
         for name, x in ((query, a.q), ("k", a.k), ("v", a.v)):
             last_dim_contiguous(name, x)
         self.heads(a, query)
+        self.sizes["HV"] = a.v.shape[2:-1].numel()
         if a.A_log is not None:
             self.tensor("A_log", a.A_log, (torch.float32,), "HV")
         if a.dt_bias is not None:
-            self.tensor("dt_bias", a.dt_bias, DT_BIAS_DTYPES, "HV" if a.g.ndim == 3 else "HV K")
+            self.tensor(
+                "dt_bias", a.dt_bias, DT_BIAS_DTYPES, "HV" if grouped or a.g.ndim == 3 else "HV K"
+            )
         size = 0.0 if a.scale is None else abs(number("scale", a.scale))
         if size != 0 and not TINY <= size <= HUGE:
             expected = f"a finite number, 0 or of {TINY:.1e} to {HUGE:.1e} in size"
@@ -763,7 +769,7 @@ class Checker:
             self.sizes["HV/H"] = self.sizes["HV"] // self.sizes["H"]
             self.tensor("z", a.z, (a.v.dtype,), f"{_lead(a)} H HV/H V")
         else:
-            self.like_v("z", a.z, a.v)
+            self.like_v("z", a.z, a)
         last_dim_contiguous("z", a.z)
         self.tensor("norm.weight", a.norm_weight, STATE_DTYPES, "V")
         self.option("norm", True)
@@ -773,19 +779,20 @@ class Checker:
         if a.out is None or scales is None:
             absent("out_scales", scales, "without out")
             if a.out is not None:
-                self.like_v("out", a.out, a.v)
+                self.like_v("out", a.out, a)
             return
         if a.norm_weight is None:
             absent("out_scales", scales, "without norm")
-        self.like_v("out", a.out, a.v, FP8)
+        self.like_v("out", a.out, a, FP8)
         dims = {0: "", 1: "1"}.get(getattr(scales, "ndim", 3), f"{_lead(a)} HV")
         self.tensor("out_scales", scales, (torch.float32,), dims)
         self.option("fp8", True)
 
-    def like_v(self, name: str, x: object, v: Tensor, dtype: torch.dtype | None = None) -> None:
-        if self.tensor(name, x, (dtype or v.dtype,)).shape != v.shape:
+    def like_v(self, name: str, x: object, a: Any, dtype: torch.dtype | None = None) -> None:
+        shape = [*a.v.shape[:2], self.sizes["HV"], a.v.shape[-1]]
+        if list(self.tensor(name, x, (dtype or a.v.dtype,)).shape) != shape:
             raise ValueError(
-                f"{name}: expected v's shape {list(v.shape)}, got {list(self.tensors[name].shape)}"
+                f"{name}: expected v's shape {shape}, got {list(self.tensors[name].shape)}"
             )
 
     def buffer(self, a: Any, lead: str) -> str:
@@ -833,7 +840,14 @@ class Checker:
             dtype=a.q.dtype, g_dtype=a.g.dtype, beta_dtype=a.beta.dtype, state_dtype=state_dtype
         )
         facts |= dict(gate=a.gate, qk_l2norm=a.qk_l2norm, beta_logits=a.beta_logits)
-        return Problem(op, axis_of(a.g), T=T, **facts, options=frozenset(self.options))
+        axis = "head" if by_qk_head(a) else axis_of(a.g)
+        return Problem(op, axis, T=T, **facts, options=frozenset(self.options))
+
+
+def by_qk_head(a: Any) -> bool:
+    """Whether a decode with a convolution has v [N, T, H, R, V], g and beta [N, T, H, R]."""
+    conv = getattr(a, "conv_weight", None) is not None
+    return conv and isinstance(a.v, Tensor) and a.v.ndim == 5
 
 
 def axis_of(g: Tensor) -> str:
