@@ -217,6 +217,11 @@ def decode(
     sequences may name one row or slot. Not with write_indices, num_accepted, intermediate_states,
     [N, W] state_indices or update_state=False.
     norm, z as for prefill; z [N, T, HV, V].
+    conv: a ShortConv of raw q, k and v, of one dense token (T = 1). windows: [P, C, 3] in q's
+    dtype, any strides: the last inputs of a slot's sequence; read and written as the state is. v
+    and z may then be [N, 1, H, R, V], with g and beta [N, 1, H, R]: views of a projection that
+    interleaves value heads by q/k head. Not with buffer, intermediate_states or [N, W]
+    state_indices. The kernels run GDN.
     out_scales: with norm and out in torch.float8_e4m3fn; the normalised o, rounded to v's dtype, is
     quantised for a matrix product in FP8. fp32 [N, T, HV], any strides: receives the scale of each
     token and head, max(max |o|, 1e-10) / 448. A scalar or [1]: one scale for all, above 0, read on

@@ -202,7 +202,6 @@ class Decode:
     def kernel(self, ptr, scale: Float32, bound: Float32, stride, size):
         args, coord = Args(ptr, scale, bound, stride, size), self.coord()
         if coord.n < size.prefetch_sequences:
-            self.conv.prefetch(args, coord)
             if cutlass.const_expr(self.bulk):
                 rows = self.prefetch_chunks * self.chunk_rows
                 self.state.prefetch_bulk(args, coord, coord.v_tile * self.cta_rows, rows)
@@ -212,7 +211,6 @@ class Decode:
             self.tokens.prefetch(args, coord)
             self.norm.prefetch(args, coord)
             self.past.prefetch(args, coord)
-            self.conv.prefetch_windows(args, coord)
         ptx.wait_for_previous_kernel()
         ptx.launch_next_kernel()
         if coord.n < size.N:

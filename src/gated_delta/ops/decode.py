@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -151,6 +152,22 @@ NORM_SCHEDULES: dict[tuple[str, str, bool], Table] = {
 }
 """Schedules with a norm, one CTA or one cluster per head. Measured on an H200, as above."""
 
+CONV_SCHEDULES: dict[str, Table] = {
+    "bf16": (
+        (LARGE, Schedule(4, 256, True, prefetch=False)),
+        (14 * MIB, Schedule(4, 128, prefetch=False)),
+        (3 * MIB, Schedule(4, 256, prefetch=False)),
+        (0, CLUSTER_OF_4._replace(prefetch=False)),
+    ),
+    "fp32": (
+        (LARGE, Schedule(4, 256, True, prefetch=False)),
+        (3 * MIB, Schedule(4, 256, prefetch=False)),
+        (0, CLUSTER_OF_4._replace(prefetch=False)),
+    ),
+}
+"""Schedules with a convolution, by state dtype. Measured on an H100 behind a projection, which lets
+no kernel start early: there is nothing to prefetch for."""
+
 BUFFERED: Table = (
     (LARGE, Schedule(4, 128, True, chunks=4)),
     (4 * MIB, Schedule(4, 128, chunks=4)),
@@ -167,6 +184,9 @@ VERIFY = Verify()
 
 MOST_CTAS = 8
 """Of a portable cluster."""
+
+SHIPPED_GROUP = 2
+"""Value heads per q/k head of the kernels with a convolution in packs: Qwen3-Next's."""
 
 FACTS_IF_SET = ("ctas_per_sm", "prefetch_chunks", "bulk")
 """Fields of a schedule that a variant names only if they are set: few schedules set one."""
@@ -341,19 +361,22 @@ class Decode(StateOperation):
     def exceeded(self, problem: Problem, plan: Plan, a: Arguments) -> list[str]:
         if _by_verify(problem):
             return VERIFY.exceeded(problem, plan, a)
-        old = plan.gpu.level == "sm_80" and "conv" in problem.options and problem.HV > problem.H
-        needs = ["a Hopper GPU or newer for grouped value heads with conv"] if old else []
-        return super().exceeded(problem, plan, a) + needs
+        needs = ["a Hopper GPU or newer for grouped value heads with conv"]
+        lacks = plan.gpu.level == "sm_80" and _joins_heads(problem)
+        return super().exceeded(problem, plan, a) + needs * lacks
 
     def variants(self, problem: Problem, gpu: Gpu = H200) -> list[compile.Variant]:
         if _by_verify(problem):
             return VERIFY.variants(problem, gpu)
+        if gpu.level == "sm_80" and _joins_heads(problem):
+            return []
         return super().variants(problem, gpu)
 
     def needs(self, problem: Problem) -> dict[str, bool]:
         conv = "conv" in problem.options
         heads = f"at most {MOST_CTAS} value heads per q/k head with conv"
         return super().needs(problem) | {
+            "GDN's gates with conv (KDA: short_conv in front)": conv and problem.axis == "channel",
             heads: conv and problem.HV > MOST_CTAS * problem.H,
             "conv.weight at a multiple of 16 bytes": "unaligned_weight" in problem.options,
         }
@@ -366,7 +389,9 @@ class Decode(StateOperation):
             if "norm" in problem.options:
                 small = (0, CLUSTER_OF_4)
             return ((least, large), middle, small)
-        table = NORM_SCHEDULES if _one_cta(problem) else SCHEDULES
+        if "conv" in problem.options:
+            return CONV_SCHEDULES[state_width(problem)]
+        table = NORM_SCHEDULES if "norm" in problem.options else SCHEDULES
         return table[problem.axis, state_width(problem), single_token(problem)]
 
     def cta_rows(self, problem: Problem, schedule: Schedule) -> int:
@@ -421,10 +446,16 @@ class Decode(StateOperation):
         calls: list[tuple[int, tuple[str, ...]]] = [(1, ()), (2, ())]
         if model.ring:  # of more tokens: verify's kernels
             calls.append((1, ("buffer", "buffer_lens_i32")))
-        return [
+        problems = [
             model.problem("decode", T, (*options, *norm))
             for (T, options), norm in itertools.product(calls, model.norms())
         ]
+        # OLMo hybrid's projections are not interleaved.
+        if model.axis == "head" and "norm" in model.norms()[-1] and model.K == model.V:
+            weight = f"conv_weight_{SHORT[model.tokens['dtype']]}"
+            convolved = model.problem("decode", 1, ("norm", "conv", weight))
+            problems.append(replace(convolved, HV=SHIPPED_GROUP))
+        return problems
 
     def launch(self, problem: Problem, plan: Plan, a: Arguments) -> Launch:
         launch = VerifyLaunch if _by_verify(problem) else DecodeLaunch
@@ -436,11 +467,16 @@ def _one_cta(problem: Problem) -> bool:
     return "norm" in problem.options or "conv" in problem.options
 
 
+def _joins_heads(problem: Problem) -> bool:
+    """Whether value heads of a q/k head form a cluster."""
+    return "conv" in problem.options and problem.HV > problem.H
+
+
 def _conv_facts(problem: Problem) -> dict[str, Any]:
     (weight,) = (x for x in problem.options if x.startswith("conv_weight_"))
     facts: dict[str, Any] = dict(conv=weight.removeprefix("conv_weight_"))
     facts |= dict(conv_bias=True) if "conv_bias" in problem.options else {}
-    return facts | (dict(conv_group=problem.HV // problem.H) if problem.HV > problem.H else {})
+    return facts | (dict(conv_group=problem.HV // problem.H) if _joins_heads(problem) else {})
 
 
 def _by_value_head(a: Arguments) -> Arguments:

@@ -89,6 +89,7 @@ LAYOUTS: dict[str, dict[str, frozenset[str]]] = {
             {"state_indices_i64", "write_indices_i32", "conv", "conv_weight_bf16", "conv_bias"}
         ),
         "conv_frozen": frozenset({"no_update", "conv", "conv_weight_fp32", "conv_bias"}),
+        "conv_rows": frozenset({"state_indices_i32", "conv", "conv_weight_bf16"}),
     },
     "verify": {
         "dense": frozenset(),
@@ -232,8 +233,8 @@ FEW = ((2, 4), (1, 2), (3, 3))
 UNEQUAL_HEADS = (2, 6)
 BUFFERED = ("buffer", "packed_buffer")
 """Layouts in which the states lack tokens of a buffer's rows."""
-CONVOLVED = ("conv", "conv_write", "conv_frozen")
-"""Layouts of raw q, k and v, of one token, with windows."""
+CONVOLVED = ("conv", "conv_write", "conv_frozen", "conv_rows")
+"""Layouts of raw q, k and v, of one token, with windows; the last one's interleaved by q/k head."""
 TREES = ("tree", "packed_tree", "buffer_tree", "layers_tree")
 """Layouts whose drafts are trees."""
 SPECIAL = (*BUFFERED, *TREES, *CONVOLVED)
@@ -294,9 +295,11 @@ def _buffered(op: str) -> Iterator[tuple[_Factors, str]]:
 def _convolved(op: str) -> Iterator[tuple[_Factors, str]]:
     """decode of raw q, k and v: the factors, the layout."""
     rng = random.Random(f"{op} convolved")
-    crossed = itertools.product(AXES, DIMS, GATES, CONVOLVED)
+    crossed = itertools.product(AXES, (*DIMS, *UNEQUAL_DIMS), GATES, CONVOLVED)
     for axis, D, gate, layout in crossed if op == "decode" else ():
-        heads = rng.choice(((1, 1), (3, 3), (2, 4) if axis == "head" else (4, 4)))
+        if axis == "channel" and (gate != "softplus" or layout == "conv_rows"):
+            continue  # no kernels
+        heads = rng.choice(((3, 3), (2, 4), (2, 6), (1, 8)) if axis == "head" else ((4, 4),))
         family, state_dtype = rng.choice(FAMILIES), rng.choice((*STATE_DTYPES, torch.float16))
         yield (axis, D, heads, gate, family, "random", state_dtype), layout
 
@@ -438,6 +441,8 @@ def cases_like(problem: Problem, drafts: Problem | None = None) -> tuple[AnyCase
         case = replace(case, layout="buffer_tree" if "buffer_lens" in given else packed)
     elif "buffer_lens" in given:
         case = replace(case, layout="packed_buffer" if "cu_seqlens" in given else "buffer")
+    elif op == "decode" and "conv" in given:
+        case = replace(case, layout="conv_rows" if "conv_weight_bf16" in given else "conv")
     elif op == "decode" and "intermediates" in given:
         case = replace(case, layout="frozen" if "no_update" in given else "intermediates")
     elif op == "decode" and "cu_seqlens" in given:

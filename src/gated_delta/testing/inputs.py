@@ -44,6 +44,8 @@ class Call:
     norm: GatedNorm | None = None
     z: Tensor | None = None
     conv: ShortConv | None = None
+    grouped: dict[str, Tensor] = field(default_factory=dict)
+    """v, z, g and beta by q/k head, as the call has them."""
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -52,7 +54,8 @@ class Call:
             return dict(self.states)
         norm = {} if self.norm is None else dict(norm=self.norm, z=self.z)
         conv = {} if self.conv is None else dict(conv=self.conv)
-        return {**self.tokens[0]._asdict(), **self.states, **norm, **conv, "out": self.out}
+        tokens = self.tokens[0]._asdict() | self.states | norm | conv
+        return {**tokens, **self.grouped, "out": self.out}
 
     def sequence(self, n: int, layer: int = 0, path: list[int] | None = None) -> Tokens:
         """Tokens of sequence n alone, [1, T, ...]; of a tree those of a path, in order."""
@@ -245,6 +248,25 @@ def _conv(call: Call, rng: torch.Generator, device: torch.device | str) -> None:
     padded = torch.full((P, 4, C + 5), math.nan, dtype=case.dtype, device=device)
     windows = [entries, entries.mT.contiguous().mT, padded[:, 1:, :C].mT][case.seed % 3]
     call.states["windows"] = windows.copy_(entries)
+    if case.layout == "conv_rows":
+        _interleave(call, H)
+
+
+def _interleave(call: Call, H: int) -> None:
+    """Make q, k, v, z, g and beta views of projections [N, 1, H, ...], as Qwen3-Next's."""
+    t, z = call.tokens[0], {} if call.z is None else dict(z=call.z)
+    by_head = {name: x.unflatten(2, (H, -1)) for name, x in dict(v=t.v, **z).items()}
+    gates = [x.unflatten(2, (H, -1)) for x in (t.beta, t.g)]
+    rows = [t.q, t.k, *(x.flatten(3) for x in by_head.values())]
+    padding = torch.full_like(t.q, math.nan)
+    views = torch.cat([*rows, padding], 3).split([x.shape[3] for x in (*rows, padding)], 3)
+    call.tokens[0] = t._replace(q=views[0], k=views[1])
+    for (name, x), view in zip(by_head.items(), views[2:-1], strict=True):
+        call.grouped[name] = view.unflatten(3, x.shape[3:])
+    names = ("beta", "g")
+    if gates[0].dtype == gates[1].dtype:
+        gates = [*torch.cat(gates, 3).chunk(2, 3)]
+    call.grouped |= dict(zip(names, gates, strict=True))
 
 
 def _fused(*parts: Tensor) -> tuple[Tensor, ...]:

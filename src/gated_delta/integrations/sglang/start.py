@@ -16,7 +16,8 @@ from gated_delta.problem import FP8, TAPS, GatedNorm, KVBuffer, ShortConv, Unsup
 class Layer(NamedTuple):
     """A linear layer on this rank: "GDN" or "KDA", heads, head dims, the dtype of its tokens.
 
-    norm: our calls include its gated norm. fp8: they also quantise its results.
+    norm: our calls include its gated norm. fp8: they also quantise its results. rows: they take
+    whole rows of its projection, decode's with its convolution.
     """
 
     layers: str
@@ -28,6 +29,7 @@ class Layer(NamedTuple):
     lower_bound: float | None = None
     norm: bool = False
     fp8: bool = False
+    rows: bool = False
 
     def tokens(self, T: int, device: torch.device) -> dict[str, Any]:
         """A packed sequence of T tokens."""
@@ -53,6 +55,14 @@ class Layer(NamedTuple):
         return {x: prompt[x] for x in names} | dict(
             conv=ShortConv(weight), windows=windows, has_initial_state=prompt["state_indices"] > 0
         )
+
+    def raw_steps(self, step: dict[str, Any]) -> list[load.Call]:
+        """The decode of raw tokens that `step` is with their convolution, if our kernels run it."""
+        given = self.convolution(step | dict(cu_seqlens=None))
+        raw = step | {name: given[name] for name in ("conv", "windows")}
+        raw |= dict(state=step["state"][:1])  # as many slots as windows
+        calls: list[load.Call] = [("decode", raw)]
+        return [] if not self.rows or load.refused(calls) else calls
 
     def calls(
         self,
@@ -91,6 +101,8 @@ class Layer(NamedTuple):
         prompt |= dict(cu_seqlens=bounds(process.CHUNK), deterministic=process.state.deterministic)
         decode = steps(1)
         calls = dict(decode=[("decode", decode)], prefill=[("prefill", prompt)])
+        if ring is None and not process.state.deterministic:
+            calls["decode"] += self.raw_steps(decode)
         if ring and not kernels.ring_lacks(ring):
             rows = dict(buffer=ring, buffer_indices=zero, buffer_lens=zero)
             in_ring = [("decode", decode | rows)]
@@ -161,6 +173,7 @@ def check(backend: Any, runner: Any) -> None:
         attn, gate = module.attn, norm.gate_of(module)
         fused = gate is not None, gate is not None and norm.takes_fp8(module, gate)
         heads = attn.num_k_heads, attn.num_v_heads, attn.head_k_dim, attn.head_v_dim
+        fused = *fused, conv.has_whole_rows(module)
         layer_ids[Layer(kind, *heads, runner.dtype, attn.lower_bound, *fused)] = attn.layer_id
     ours: list[load.Call] = []
     for layer, layer_id in layer_ids.items():

@@ -33,7 +33,7 @@ class NoConv:
     """decode of q, k and v as they are."""
 
     unused = CONV
-    prefetch = prefetch_windows = finish = nothing
+    finish = nothing
 
 
 class Channel(NamedTuple):
@@ -109,27 +109,12 @@ class Conv:
             channels.append(Channel(inside, index, at, self.v_offset + i, inside, False))
         return channels
 
-    def weight_at(self, args, channel):
-        return args.ptr.conv_weight + offset(channel, Int32(TAPS * self.weight_dtype.width // 8))
-
     def window(self, args, slot, channel):
         """Addresses of the entries of a channel's window."""
         at = tensor_at(args, "windows", p=slot, c=channel)
         return [at + offset(Int32(i), args.stride.windows_l) for i in range(TAPS - 1)]
 
     # ------------------------------------------------------------ loads
-
-    def prefetch(self, args, coord):
-        """Prefetch the weights into L2."""
-        for channel in self.channels(args, coord):
-            ptx.prefetch_l2(self.weight_at(args, channel.index), channel.inside)
-
-    def prefetch_windows(self, args, coord):
-        """Prefetch the windows of the slot that the sequence probably reads."""
-        slot, there = self.state.prefetched_slot(args, coord)
-        for channel in self.channels(args, coord):
-            for at in self.window(args, slot, channel.index):
-                ptx.prefetch_l2(at, channel.inside & there)
 
     def load(self, draft, slots):
         """Load the taps of the thread's channels; those that wait for the slot come last."""
@@ -145,8 +130,9 @@ class Conv:
 
     def load_constants(self, args, channel):
         """A channel's weights and bias."""
-        at, words = self.weight_at(args, channel.index), self.weight_dtype.width // 8
-        weight, bias = ptx.load_words(at, channel.inside, words), None
+        size = self.weight_dtype.width // 8
+        at = args.ptr.conv_weight + offset(channel.index, Int32(TAPS * size))
+        weight, bias = ptx.load_words(at, channel.inside, size), None
         if self.has_bias:
             kind = Int32(select_(channel.inside, args.size.conv_bias_kind, Int32(ABSENT)))
             bias = ptx.load_scalar_bits(tensor_at(args, "conv_bias", c=channel.index), kind)
