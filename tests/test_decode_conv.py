@@ -89,6 +89,13 @@ BUFFER = gd.KVBuffer.empty(N, 4, H, HV, K, V)
         (dict(state_indices=torch.tensor([1, 0, 1])), ValueError, "at most one sequence"),
         (dict(state_indices=torch.tensor([1, 0, P])), IndexError, "below 6, got 6 at sequence 2"),
         (dict(g=zeros(N, 1, HV) + 1), ValueError, "g: expected"),
+        (dict(v=zeros(N, 1, H, 2, V)), ValueError, r"g: expected 4 dimensions \[N, T, H, R\]"),
+        (dict(v=zeros(N, 1, HV, 1, V)), ValueError, r"v: expected shape \[N, T, H, R, V\]"),
+        (
+            dict(v=zeros(N, 1, H, 2, V), conv=None, windows=None),
+            ValueError,
+            "v: expected 4 dimensions",
+        ),
         (dict(backend="cute"), gd.UnsupportedProblem, "got fp32"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
@@ -125,6 +132,25 @@ def test_calls_of_one_token_are_short_conv_and_decode():
     assert not want[1].any()
 
 
+def test_rows_by_qk_head_are_those_by_value_head():
+    """q, k, v, z, g and beta as views of interleaved projections, bit for bit."""
+    heads = dict(H=2, HV=6)
+    one, two = call(**heads), call(**heads)
+    z, norm = torch.randn(N, 1, 6, V), gd.GatedNorm(torch.randn(V))
+    by_head = [x.unflatten(2, (2, 3)).flatten(3) for x in (one["v"], z)]
+    rows = torch.cat([one["q"], one["k"], *by_head], 3).split((K, K, 3 * V, 3 * V), 3)
+    gates = [one[name].unflatten(2, (2, 3)) for name in ("beta", "g")]
+    views = dict(zip("qkvz", rows, strict=True))
+    views |= {name: views[name].unflatten(3, (3, V)) for name in "vz"}
+    views |= dict(zip(("beta", "g"), torch.cat(gates, 3).chunk(2, 3), strict=True))
+    o = gd.decode(**one | views, norm=norm)
+    assert o.shape == z.shape
+    assert torch.equal(o, gd.decode(**two, z=z, norm=norm))
+    for name in ("state", "windows"):
+        assert same(one[name], two[name])
+    assert torch.equal(gd.decode(**call(**heads) | views | dict(z=z), norm=norm), o)
+
+
 def test_windows_go_where_the_states_go():
     one = call(write_indices=torch.tensor([2, 3, 0]))
     before = one["windows"].clone()
@@ -147,6 +173,11 @@ def test_explain_names_the_convolution_or_what_lacks():
     assert gd.explain("decode", **call()).backend == "reference"
     assert "conv=fp32 conv_bias=True conv_group=2" in on(H200).kernel
     unaligned = gd.ShortConv(zeros(4 * C + 1, dtype=BF16)[1:].view(C, 4))
+    kda = dict(q=zeros(N, 1, HV, K, dtype=BF16), k=zeros(N, 1, HV, K, dtype=BF16))
+    kda |= dict(g=zeros(N, 1, HV, K))
+    kda |= dict(windows=zeros(P, 2 * HV * K + HV * V, 3, dtype=BF16))
+    kda |= dict(conv=gd.ShortConv(zeros(2 * HV * K + HV * V, 4)))
+    assert "GDN's gates with conv" in str(on(H200, **kda).missing)
     assert "conv.weight at a multiple of 16 bytes" in str(on(H200, conv=unaligned).missing)
     assert "a Hopper GPU" in str(on(next(x for x in GPUS.values() if x.level == "sm_80")).missing)
 

@@ -10,7 +10,6 @@ import gated_delta as gd
 from gated_delta.gpus import GPUS, H200
 from gated_delta.ops.decode import Decode
 from gated_delta.ops.launch import Schedule
-from gated_delta.testing.cases import CONVOLVED
 from gpu import needs_compiler
 
 from . import emulated
@@ -19,7 +18,6 @@ from .calls import judge, sample
 pytestmark = needs_compiler
 
 CASES = [
-    *sample("decode", 1, layout=CONVOLVED[:3], D=(64,)),
     *sample("decode", 1, layout=("conv_write",), norm=("silu", "sigmoid"), D=(128,)),
     *sample("decode", 1, layout=("conv_rows",), norm=("silu", "sigmoid")),
 ]
@@ -32,12 +30,12 @@ def test_raw_tokens_agree_with_the_oracle(case, kernels):
 
 
 def test_raw_tokens_without_clusters(kernels):
-    judge(replace(CASES[1], heads=(2, 2)), kernels, GPUS[8, 0])
+    judge(replace(CASES[0], heads=(2, 2)), kernels, GPUS[8, 0])
 
 
 def call(K, state_dtype, group, seed=0):
     """Two q/k heads, raw, as views of projections interleaved by q/k head; a null sequence."""
-    N, H, V, rng = 3, 2, 128, torch.Generator().manual_seed(seed)
+    N, H, V, rng = 2, 2, 128, torch.Generator().manual_seed(seed)
     HV, half = group * H, torch.bfloat16
     normal = lambda *shape, dtype=half: torch.randn(shape, generator=rng).to(dtype)
     C = 2 * H * K + HV * V
@@ -49,7 +47,7 @@ def call(K, state_dtype, group, seed=0):
     one = dict(q=q, k=k, v=v, z=z, g=g, beta=beta, gate=gate, beta_logits=True, backend="cute")
     one |= dict(norm=gd.GatedNorm(normal(V)), conv=gd.ShortConv(normal(C, 4)))
     one |= dict(windows=normal(N + 2, C, 3), state=normal(N + 2, HV, V, K, dtype=state_dtype))
-    return one | dict(state_indices=torch.tensor([3, 0, 1]), null_index=0)
+    return one | dict(state_indices=torch.tensor([3, 0]), null_index=0)
 
 
 @pytest.mark.parametrize(
