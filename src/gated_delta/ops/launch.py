@@ -382,7 +382,7 @@ NUMBER_TENSORS = ("beta", "dt_bias", "norm_weight", "bias", "conv_bias")
 
 def value_heads(a: Any) -> int:
     """HV; v may be [N, T, H, R, V]."""
-    return a.v.shape[2:-1].numel()  # type: ignore[no-any-return]
+    return a.v.shape[2:-1].numel()
 
 
 def output_shape(a: Any) -> tuple[int, ...]:

@@ -91,7 +91,7 @@ class Convolution:
             and ("GDN", "decode") not in state.left
             and not state.decode_ring
             and state.check is None
-            and self.backend.forward_metadata.replayssm_write_pos is None
+            and getattr(self.backend.forward_metadata, "replayssm_write_pos", None) is None
         )
 
     def decode(self, *, layer: Any, mixed_qkv: Tensor, a: Tensor, b: Tensor, **given: Any) -> Any:
@@ -104,23 +104,15 @@ class Convolution:
         q, k, v, _ = parts_of(layer, mixed_qkv)
         cache = self.backend.req_to_token_pool.mamba2_layer_cache(layer.layer_id)
         slots, fused = self.backend.forward_metadata.mamba_cache_indices, _norm_of(layer)
-        norm = fused.arguments(v) if fused else {}
-        rows = (x[:, None] for x in (q, k, v, a, b))
-        backend = process.backend_for(mixed_qkv)
+        norm, backend = fused.arguments(v) if fused else {}, process.backend_for(mixed_qkv)
+        call: dict[str, Any] = dict(q=q, k=k, v=v, g=a, beta=b, **norm)
+        call = {name: x[:, None] if isinstance(x, Tensor) else x for name, x in call.items()}
+        call |= dict(state=cache.temporal, state_indices=slots[: len(q)], null_index=0)
+        call |= dict(gate=layer_gate(layer.A_log.reshape(-1), layer.dt_bias.reshape(-1)))
+        call |= dict(beta_logits=True, scale=layer.head_k_dim**-0.5, backend=backend)
         try:
             given_conv = layer.conv_weights, layer.bias, "silu", cache.conv[0], q.dtype
-            o = api.decode(
-                *rows,
-                **{name: x if name == "norm" else x[:, None] for name, x in norm.items()},
-                **projection.convolution(*given_conv),
-                gate=layer_gate(layer.A_log.reshape(-1), layer.dt_bias.reshape(-1)),
-                beta_logits=True,
-                scale=layer.head_k_dim**-0.5,
-                state=cache.temporal,
-                state_indices=slots[: len(q)],
-                null_index=0,
-                backend=backend,
-            )
+            o = api.decode(**call, **projection.convolution(*given_conv))
         except UnsupportedProblem as error:  # nothing was written
             self.in_decode = _lacking("decode", error)
             mixed_qkv = projection.joined((q, k, v))

@@ -173,8 +173,9 @@ def check(backend: Any, runner: Any) -> None:
         attn, gate = module.attn, norm.gate_of(module)
         fused = gate is not None, gate is not None and norm.takes_fp8(module, gate)
         heads = attn.num_k_heads, attn.num_v_heads, attn.head_k_dim, attn.head_v_dim
-        fused = *fused, conv.has_whole_rows(module)
-        layer_ids[Layer(kind, *heads, runner.dtype, attn.lower_bound, *fused)] = attn.layer_id
+        rows = conv.has_whole_rows(module)
+        layer = Layer(kind, *heads, runner.dtype, attn.lower_bound, *fused, rows)
+        layer_ids[layer] = attn.layer_id
     ours: list[load.Call] = []
     for layer, layer_id in layer_ids.items():
         caches = runner.req_to_token_pool.mamba2_layer_cache(layer_id)
