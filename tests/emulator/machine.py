@@ -27,8 +27,9 @@ for _register in UNINITIALISED.values():
     _register.flags.writeable = False  # all registers share it
 RANK = 1 << 24
 """Shared memory of rank r in a cluster begins at r * RANK."""
-LATE = 20
-"""Turns that a warp may miss behind an arrival at a cluster's barrier."""
+LATE, LATER = 20, 80
+"""Turns that a warp may miss behind an arrival at a cluster's barrier, and a CTA of a cluster at
+its start."""
 
 
 class Fault(AssertionError):
@@ -801,6 +802,10 @@ class Launch:
                 active += [
                     Block(self, waiting.popleft()[::-1], cluster) for _ in range(self.cluster)
                 ]
+                for block in cluster if self.cluster > 1 else ():
+                    late = self.random.choice((0, LATER))
+                    for warp in block.warps:
+                        warp.late = late
             warps = [
                 warp
                 for block in active
