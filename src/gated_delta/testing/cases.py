@@ -299,7 +299,7 @@ def _convolved(op: str) -> Iterator[tuple[_Factors, str]]:
     for axis, D, gate, layout in crossed if op == "decode" else ():
         if axis == "channel" and (gate != "softplus" or layout == "conv_rows"):
             continue  # no kernels
-        heads = rng.choice(((3, 3), (2, 4), (2, 6), (1, 8)) if axis == "head" else ((4, 4),))
+        heads = rng.choice(((5, 5), (3, 6), (2, 6), (1, 8)) if axis == "head" else ((5, 5),))
         family, state_dtype = rng.choice(FAMILIES), rng.choice((*STATE_DTYPES, torch.float16))
         yield (axis, D, heads, gate, family, "random", state_dtype), layout
 
