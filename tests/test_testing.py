@@ -137,6 +137,18 @@ def test_a_wrong_convolution_fails(monkeypatch, fault):
     assert all(x.share <= 1 for x in results) == (fault in ("", "windows not written"))
 
 
+@pytest.mark.parametrize("fault", [*CONV_FAULTS][:4])
+def test_a_wrong_convolution_in_decode_fails(monkeypatch, fault):
+    original = reference.decode_convolved
+
+    def run(tokens, *, conv, **given):
+        conv, given = CONV_FAULTS[fault](conv, given)
+        original(tokens, conv=conv, **given)
+
+    monkeypatch.setattr(reference, "decode_convolved", run)
+    assert fails("decode", layout="conv_write", axis="head") == bool(fault)
+
+
 TOKEN_FAULTS = {
     "no l2norm": lambda t: t._replace(qk_l2norm=False),
     "beta taken as a strength": lambda t: t._replace(beta_logits=False),
