@@ -10,6 +10,7 @@ import gated_delta as gd
 from gated_delta.gpus import GPUS, H200
 from gated_delta.ops.decode import Decode
 from gated_delta.ops.launch import Schedule
+from gated_delta.problem import FP8
 from gpu import needs_compiler
 
 from . import emulated
@@ -33,7 +34,7 @@ def test_raw_tokens_without_clusters(kernels):
     judge(replace(CASES[0], heads=(2, 2)), kernels, GPUS[8, 0])
 
 
-def call(K, state_dtype, group, seed=0):
+def call(K, state_dtype, group, fp8=False, seed=0):
     """Two q/k heads, raw, as views of projections interleaved by q/k head; a null sequence."""
     N, H, V, rng = 2, 2, 128, torch.Generator().manual_seed(seed)
     HV, half = group * H, torch.bfloat16
@@ -47,6 +48,8 @@ def call(K, state_dtype, group, seed=0):
     one = dict(q=q, k=k, v=v, z=z, g=g, beta=beta, gate=gate, beta_logits=True, backend="cute")
     one |= dict(norm=gd.GatedNorm(normal(V)), conv=gd.ShortConv(normal(C, 4)))
     one |= dict(windows=normal(N + 2, C, 3), state=normal(N + 2, HV, V, K, dtype=state_dtype))
+    if fp8:
+        one |= dict(out=torch.empty(N, 1, HV, V, dtype=FP8), out_scales=torch.empty(N, 1, HV))
     return one | dict(state_indices=torch.tensor([3, 0]), null_index=0)
 
 
@@ -55,12 +58,12 @@ def call(K, state_dtype, group, seed=0):
     [
         (Schedule(4, 128, cluster=True), (128, torch.float32, 1)),
         (Schedule(4, 256, cluster=True), (96, torch.bfloat16, 3)),
-        (Schedule(4, 128), (128, torch.bfloat16, 2)),
+        (Schedule(4, 128), (128, torch.bfloat16, 2, True)),
     ],
     ids=str,
 )
 def test_raw_tokens_have_short_convs_bits(schedule, facts, kernels):
-    """In a cluster of four CTAs, of three heads of two CTAs, of two heads of one."""
+    """In a cluster of four CTAs, of three heads of two CTAs; of two heads of one, in FP8."""
     one, two = call(*facts), call(*facts)
     raw, conv, windows = [two.pop(x) for x in "qkv"], two.pop("conv"), two.pop("windows")
     slots = dict(state_indices=two["state_indices"], null_index=0, backend="cute")
@@ -70,7 +73,8 @@ def test_raw_tokens_have_short_convs_bits(schedule, facts, kernels):
         q, k, v = gd.short_conv(*raw, conv, windows=windows, **slots)
         two |= {name: two[name].flatten(2) for name in ("g", "beta")}
         want = gd.decode(q, k, v, **two | dict(z=two["z"].flatten(2, 3)))
-    assert want[0].any()
-    assert not o[1].any()
-    for x, y in ((o, want), (one["state"], two["state"]), (one["windows"], windows)):
-        assert torch.equal(x, y)
+    assert want[0].float().any()
+    assert not o[1].float().any()
+    pairs = [(o.float(), want.float()), (one["windows"], windows)]
+    pairs += [(one[name], two[name]) for name in ("state", "out_scales") if name in one]
+    assert all(torch.equal(x, y) for x, y in pairs)
