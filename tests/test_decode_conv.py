@@ -164,14 +164,20 @@ def test_windows_go_where_the_states_go():
     assert same(frozen["windows"], before)
 
 
+def bf16_of(one):
+    return {name: one[name].bfloat16() for name in ("q", "k", "v", "windows")}
+
+
 def on(gpu, **changes):
-    bf16 = {name: x.bfloat16() for name, x in call().items() if name in ("q", "k", "v", "windows")}
-    return api.explain_on(gpu, "decode", **call() | bf16 | changes)
+    return api.explain_on(gpu, "decode", **call() | bf16_of(call()) | changes)
 
 
 def test_explain_names_the_convolution_or_what_lacks():
     assert gd.explain("decode", **call()).backend == "reference"
     assert "conv=fp32 conv_bias=True conv_group=2" in on(H200).kernel
+    nine = call(HV=9)
+    lacks = on(H200, **nine | bf16_of(nine)).missing
+    assert "at most 8 value heads per q/k head with conv" in str(lacks)
     unaligned = gd.ShortConv(zeros(4 * C + 1, dtype=BF16)[1:].view(C, 4))
     kda = dict(q=zeros(N, 1, HV, K, dtype=BF16), k=zeros(N, 1, HV, K, dtype=BF16))
     kda |= dict(g=zeros(N, 1, HV, K))

@@ -688,9 +688,7 @@ class Checker:
         if a.A_log is not None:
             self.tensor("A_log", a.A_log, (torch.float32,), "HV")
         if a.dt_bias is not None:
-            self.tensor(
-                "dt_bias", a.dt_bias, DT_BIAS_DTYPES, "HV" if grouped or a.g.ndim == 3 else "HV K"
-            )
+            self.tensor("dt_bias", a.dt_bias, DT_BIAS_DTYPES, gate_heads)
         size = 0.0 if a.scale is None else abs(number("scale", a.scale))
         if size != 0 and not TINY <= size <= HUGE:
             expected = f"a finite number, 0 or of {TINY:.1e} to {HUGE:.1e} in size"
