@@ -450,8 +450,8 @@ class Decode(StateOperation):
             model.problem("decode", T, (*options, *norm))
             for (T, options), norm in itertools.product(calls, model.norms())
         ]
-        # OLMo hybrid's projections are not interleaved.
-        if model.axis == "head" and "norm" in model.norms()[-1] and model.K == model.V:
+        interleaved = model.axis == "head" and (model.K, model.V) != (96, 192)  # not OLMo hybrid's
+        if interleaved and "norm" in model.norms()[-1]:
             weight = f"conv_weight_{SHORT[model.tokens['dtype']]}"
             convolved = model.problem("decode", 1, ("norm", "conv", weight))
             problems.append(replace(convolved, HV=SHIPPED_GROUP))
