@@ -282,9 +282,9 @@ def kernels(server: Server, cell: Cell, traces: Path, repeat: int) -> dict[str, 
 def step(
     server: Server, cell: Cell, new_tokens: int, traces: Path, profile: bool
 ) -> dict[str, Any]:
-    """Of a step: seconds, or us of its kernels by kind.
+    """Seconds to the first token and to the last one, or us of a step's kernels by kind.
 
-    Its prompts are the same in every call: the prefix cache has them from the second call on.
+    The prompts are the same in every call: the prefix cache has them from the second call on.
     """
     prompts, runs, times = prompts_of(cell, -2), [], []
     for tokens in (1, new_tokens):
@@ -301,7 +301,7 @@ def step(
             runs.append(profiled(traces))
     steps = server.verifies() or new_tokens - 1
     if not profile:
-        return dict(steps=steps, step_s=(times[1] - times[0]) / steps)
+        return dict(steps=steps, first_s=times[0], whole_s=times[1])
     first, whole = runs
     kernels_us = {name: (whole[name] - us) / steps for name, us in first.items()}
     return dict(steps=steps, kernels_us=kernels_us)

@@ -40,6 +40,8 @@ TIES = dict(gdn=0.125, kda=0.25)
 """The log probability that the truth's token may have above another one's, where answers part."""
 RING_FROM = 24
 """Requests from which SGLang's ring is used; the models' heads are few."""
+GRACE = 3
+"""Seconds after a rush's end, in which its last answers end; others are dropped."""
 SAMPLE = 2
 """With --check one request in so many is worked out again."""
 
@@ -107,10 +109,10 @@ def sglang(model: str, kind: str, side: Side, check: bool) -> Callable[[Rush], d
         options |= dict(enable_mixed_chunk=True)
     options |= dict(disable_cuda_graph=True) if check else {}
     engine = sglang.Engine(model_path=model, **options)
+    counts = dict(cached=0, accepted=0)
 
     async def run(rush: Rush) -> dict[str, Any]:
         gate, answers = asyncio.Semaphore(rush.at_once), dict[str, Any]()
-        counts = dict(cached=0, accepted=0)
 
         async def one(request: Request) -> None:
             async with gate:
@@ -139,7 +141,10 @@ def sglang(model: str, kind: str, side: Side, check: bool) -> Callable[[Rush], d
             if verifies := meta.get("spec_verify_ct", 0):
                 counts["accepted"] += len(tokens) - verifies
 
-        await asyncio.gather(*map(one, rush.requests))
+        tasks = [asyncio.ensure_future(one(request)) for request in rush.requests]
+        await asyncio.wait(tasks, timeout=max(0, rush.end + GRACE - time.time()))
+        for task in tasks:
+            task.result() if task.done() else task.cancel()
         return dict(answers=answers, counts=counts)
 
     return lambda rush: dict(engine.loop.run_until_complete(run(rush)))
@@ -194,14 +199,17 @@ def vllm(model: str, kind: str, side: Side, check: bool) -> Callable[[Rush], dic
                 top += [sorted(p, key=lambda pair: -pair[1]) for p in pairs]
                 if output.finished:
                     del running[output.request_id]
-            for name in [name for name, end in running.items() if end <= now]:
+            late = now > rush.end + GRACE
+            for name in [name for name, end in running.items() if late or end <= now]:
                 engine.abort_request([name])
+                if late:
+                    del answers[name]
                 del running[name]
         metrics = {m.name: getattr(m, "value", 0) for m in llm.get_metrics()}
         names = dict(cached="prefix_cache_hits", preempted="num_preemptions")
         names |= dict(accepted="spec_decode_num_accepted_tokens")
         counts = {key: metrics.get(f"vllm:{name}", 0) for key, name in names.items()}
-        return dict(answers=answers, counts=counts, whole=True)
+        return dict(answers=answers, counts=counts)
 
     return run
 
@@ -260,8 +268,9 @@ class Engine:
         print(json.dumps(order), file=self.process.stdin, flush=True)
         if line := self.answers.readline():
             return dict(json.loads(line))
-        errors = [x for x in self.lines() if "Error" in x]
-        raise RuntimeError("\n".join([f"ended with {self.process.wait()}", *errors[:8]]))
+        end = f"ended with {self.process.wait()}; {self.log} has"
+        errors = [x for x in self.lines() if re.search(r"\w(Error|Problem): ", x)]
+        raise RuntimeError("\n    ".join([end, *errors[:8]]))
 
     def lines(self) -> list[str]:
         return self.log.read_text(errors="replace").splitlines()
@@ -270,7 +279,7 @@ class Engine:
         assert self.process.stdin is not None
         self.process.stdin.close()
         try:
-            self.process.wait(8)
+            self.process.wait(4)
         except subprocess.TimeoutExpired:
             self.process.kill()
 
@@ -328,7 +337,8 @@ def judged(truth: Answers, other: Answers, whole: set[str], tie: float) -> dict[
         else:
             short, beyond = f"ends after {n} of {len(own)} tokens", "not among the best tokens"
             wrong[name] = short if not parted else beyond if parted[0] is None else parted[0]
-    return dict(equal=equal, ties=len(ties) - 1, gap=max(ties), wrong=wrong)
+    answers, gap = len(truth.keys() & other.keys()), max(ties)
+    return dict(answers=answers, equal=equal, ties=len(ties) - 1, gap=gap, wrong=wrong)
 
 
 def save_kda(path: Path) -> None:
@@ -374,17 +384,34 @@ def on_all(names: list[str], function: Callable[[str], Any]) -> dict[str, Any]:
     return results
 
 
-def counted(engine: Engine, answers: list[dict[str, Any]]) -> str:
-    """What an engine counted over its parts, and what its log says."""
-    counts: dict[str, int] = {}
-    for answer in answers:
-        for name, count in answer["counts"].items():
-            counts[name] = count if answer.get("whole") else counts.get(name, 0) + count
-    log = "\n".join(engine.lines())
-    retracted = map(int, re.findall(r"#retracted_reqs: (\d+)", log))
-    counts["preempted"] = counts.get("preempted", 0) + sum(retracted)
-    compared = re.findall(r"gated_delta compared .*", log)[-1:]
-    return ", ".join([*(f"{name} {count}" for name, count in counts.items()), *compared])
+class Tally:
+    """What a side has answered so far, and what its engine has counted."""
+
+    def __init__(self, engine: Engine):
+        self.engine, self.answers, self.equal, self.ties, self.gap = engine, 0, 0, 0, 0.0
+        self.wrong: dict[str, Any] = {}
+        self.counts: dict[str, int] = {}
+
+    def add(self, answers: Answers, counts: dict[str, int], found: dict[str, Any]) -> None:
+        """found: of `judged`, or nothing. It leaves out what the truth did not answer."""
+        self.answers += found.get("answers", len(answers))
+        self.counts = counts
+        self.equal, self.ties = self.equal + found.get("equal", 0), self.ties + found.get("ties", 0)
+        self.gap = max(self.gap, found.get("gap", 0))
+        self.wrong |= found.get("wrong", {})
+
+    def line(self, judged: bool) -> str:
+        """judged: by the truth."""
+        parts = [f"{self.answers} answers"]
+        if judged:
+            parts += [f"{self.equal} equal", f"{self.ties} part at ties of up to {self.gap:.3f}"]
+            parts += [f"{len(self.wrong)} WRONG {sorted(self.wrong.items())[:5]}"]
+        log = "\n".join(self.engine.lines())
+        retracted = map(int, re.findall(r"#retracted_reqs: (\d+)", log))
+        counts = dict(preempted=0) | self.counts
+        counts["preempted"] += sum(retracted)
+        compared = re.findall(r"gated_delta (compared .*)", log)[-1:]
+        return ", ".join([*parts, *(f"{name} {n}" for name, n in counts.items()), *compared])
 
 
 def main() -> int:
@@ -424,17 +451,15 @@ def main() -> int:
 
 
 def soak(given: argparse.Namespace, engines: dict[str, Engine], end: float) -> int:
-    """Rushes until the end; prints a line for each side. Returns 1 if one of ours is wrong."""
-    answers: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
-    requests: dict[str, Request] = {}
+    """Rushes until the end; prints a line for each side after each. Returns 1 for a wrong one."""
+    tallies = {name: Tally(engine) for name, engine in engines.items()}
+    running, lead = dict[str, Any](engines), "truth" if not given.check else next(iter(engines), "")
     known: dict[str, list[int]] = {}
-    running, lead = dict[str, Any](engines), "plain" if given.check else "truth"
-    lead = lead if lead in engines else next(iter(engines), "")
     for part in range(1000):
         if time.time() > end - 15 or lead not in running:
             break
         new = workload(part, given.model, given.requests, known)
-        requests |= {x.name: x for x in new}
+        whole = {x.name for x in new if x.abort is None}
         calm = [x._replace(abort=None) for x in new]
 
         def run(name: str, part: int = part, new: Any = new, calm: Any = calm) -> dict[str, Any]:
@@ -442,37 +467,19 @@ def soak(given: argparse.Namespace, engines: dict[str, Engine], end: float) -> i
             return engines[name].ask(Rush(calm if top else new, at_once, end - 10, top))
 
         running = on_all(list(running), run)
-        for name, answer in running.items():
-            answers[name].append(answer)
-        said = answers[lead][-1]["answers"] if lead in running else {}
-        known = {name: requests[name].prompt + tokens for name, (tokens, _) in said.items()}
-    wrong = [
-        report(given, engines[name], parts, answers, requests) for name, parts in answers.items()
-    ]
-    return int(any(wrong) or any(name not in running for name in engines))
-
-
-def report(
-    given: argparse.Namespace,
-    engine: Engine,
-    parts: list[dict[str, Any]],
-    answers: dict[str, list[dict[str, Any]]],
-    requests: dict[str, Request],
-) -> bool:
-    """Prints what a side answered. Returns whether it is one of ours, and wrong."""
-    truth, said = (
-        {key: x for part in several for key, x in part["answers"].items()}
-        for several in (answers.get("truth", []), parts)
-    )
-    line, wrong = f"{given.engine} {given.model} {engine.name}: {len(said)} answers", []
-    if truth and engine.name != "truth":
-        whole, tie = {name for name, x in requests.items() if x.abort is None}, TIES[given.model]
-        found = judged(truth, said, whole, tie)
-        wrong = sorted(found["wrong"].items())
-        line += f", {found['equal']} equal, {found['ties']} part at a tie (gaps up to "
-        line += f"{found['gap']:.3f}, at most {tie}), {len(wrong)} WRONG {wrong[:5]}"
-    print(f"{line}; {counted(engine, parts)}", flush=True)
-    return SIDES[engine.name].ours and bool(wrong)
+        if lead not in running:
+            break
+        said = running[lead]["answers"]
+        known = {x.name: x.prompt + said[x.name][0] for x in new if x.name in said}
+        for name, answer in ((name, running[name]) for name in engines if name in running):
+            others = not given.check and name != "truth"
+            tie = TIES[given.model]
+            found = judged(said, answer["answers"], whole, tie) if others else {}
+            tallies[name].add(**answer, found=found)
+            line = f"{given.engine} {given.model} {name}: {tallies[name].line(others)}"
+            print(line, flush=True)
+    wrong = any(x.wrong for name, x in tallies.items() if SIDES[name].ours)
+    return int(wrong or any(name not in running for name in engines))
 
 
 if __name__ == "__mp_main__":  # a process of an engine

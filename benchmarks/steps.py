@@ -8,7 +8,6 @@ request, or a verify of three drafts of each.
 from __future__ import annotations
 
 import contextlib
-import statistics
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -92,8 +91,7 @@ def table(samples: list[dict[str, Any]]) -> Iterator[str]:
     if not samples:
         return
     yield f"{samples[0]['cell']}: " + ", ".join(x["side"] for x in samples)
-    rows = {name: [x[name] for x in samples] for name in ("tpot_ms", "tokens_a_step")}
-    rows["step_ms"] = [x["step_ms"]["least"] for x in samples]
+    rows = {name: [x[name] for x in samples] for name in ("step_ms", "tpot_ms", "tokens_a_step")}
     rows |= {kind: [x["kernels_us"][kind] for x in samples] for kind in (*serve.KINDS, "all")}
     for name, row in rows.items():
         if any(row):
@@ -101,7 +99,7 @@ def table(samples: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def measure(sides: dict[str, serve.Process], label: str, repeats: int = 3) -> list[dict[str, Any]]:
-    """A sample of each side: TPOT in ms, the least of the repeats; us of a step's kernels."""
+    """A sample of each side: a step's time in ms, from the least times; us of its kernels."""
     orders: dict[str, dict[str, Any]] = {
         name: dict(step=CELLS[label], new_tokens=DRAFTED if SIDES[name].drafts else DECODED)
         for name in sides
@@ -114,14 +112,16 @@ def measure(sides: dict[str, serve.Process], label: str, repeats: int = 3) -> li
     for name, side in sides.items():
         steps = times[name][-1]["steps"]
         tokens = (orders[name]["new_tokens"] - 1) / steps
-        step_ms = [1e3 * x["step_s"] for x in times[name][1:]]  # the first one fills the cache
+        repeated = times[name][1:]  # the first one fills the cache
+        first, whole = (min(x[key] for x in repeated) for key in ("first_s", "whole_s"))
+        step_ms = 1e3 * (whole - first) / steps
         samples.append(
             dict(
                 side=name,
                 cell=label,
                 tokens_a_step=tokens,
-                step_ms=dict(least=min(step_ms), median=statistics.median(step_ms)),
-                tpot_ms=min(step_ms) / tokens,
+                step_ms=step_ms,
+                tpot_ms=step_ms / tokens,
                 kernels_us=side.ask(profile=True, **orders[name])["kernels_us"],
             )
         )

@@ -192,6 +192,22 @@ def test_drafts_and_heads_that_stay_the_engines(plan, monkeypatch):
 
 
 @pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize(
+    ("gpu", "changed", "calls"),
+    [
+        ("H100", {}, 2),
+        ("A100", {}, 1),
+        ("H100", dict(linear_num_value_heads=36), 1),
+        ("H100", dict(model_type="qwen3_5"), 1),
+    ],
+)
+def test_a_step_with_its_convolution(gpu, changed, calls, plan):
+    """Of Qwen3-Next, where a cluster has a q/k head's value heads. Else decode is ours, too."""
+    decode, _ = plan("sglang", NEXT | changed, gpu=gpu).modes
+    assert (decode.ours, len(decode.calls)) == (True, calls)
+
+
+@pytest.mark.usefixtures("compiled")
 def test_drafts_that_form_a_tree(plan, monkeypatch):
     """The engine's, but in a KVBuffer; the cases are trees too."""
     *_, verify = plan("sglang", NEXT, drafts=4, tree=True).modes

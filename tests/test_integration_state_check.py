@@ -201,7 +201,7 @@ def test_the_log_counts_the_states_compared() -> None:
     for _ in range(12):
         engine.step("prefill", 5)
         engine.check.compare("a", engine.computed["a"], {"layer 0": engine.slots[0]})
-    expected = ["gated_delta compared %d states" % n for n in (1, 10)]
+    expected = [f"gated_delta compared {n} states" for n in (1, 10)]
     assert [line.partition(" of")[0] for line in lines] == expected
 
 

@@ -356,6 +356,7 @@ def plan(asked: Asked, device: torch.device) -> Plan:
     for mode in modes:
         mode.calls += in_fp8(mode.calls) if quantises else []
         mode.calls = [(op, arguments | dict(backend="cute")) for op, arguments in mode.calls]
+        mode.calls = [x for x in mode.calls if not _optional(x) or not load.refused([x], gpu)]
         if refused:
             mode.leave(refused)
         elif mode.ours and (lacks := load.refused(mode.calls, gpu)):
@@ -449,6 +450,12 @@ def _release(engine: str) -> tuple[str, str]:
     return f"{ENGINES[engine]} {version} is {served}", reason if refusal else ""
 
 
+def _optional(call: load.Call) -> bool:
+    """Whether others run where this one cannot: decode with a convolution."""
+    op, arguments = call
+    return op == "decode" and "conv" in arguments
+
+
 def _look_for_kernels(mode: Mode, served: list[load.Call], gpu: Gpu | torch.device) -> None:
     """Leaves a mode whose kernels are missing. served: the calls of all modes, for the command."""
     if not (compile.may_compile() and compile.installed(compile.COMPILER)):
@@ -488,7 +495,8 @@ def _sglang(asked: Asked, model: Model) -> tuple[list[Mode], dict[str, int]]:
         ring = KVBuffer.empty(2, 1, **sizes)
         ring = replace(ring, u=ring.u.to(state))
     norm = model.served.fuses_norm and V <= MAX_NORM
-    layer = Layer(family, H, HV, K, V, model.dtype, bound, norm)
+    rows = model.kind == "qwen3_next"
+    layer = Layer(family, H, HV, K, V, model.dtype, bound, norm, rows=rows)
     by_mode = layer.calls(state, True, scratch, T, ring, asked.tree, folds=own_ring)
     names = asked.modes or MODES["sglang"][: 3 if T else 2]
     modes = [Mode(name, by_mode.get(name, [])) for name in names]

@@ -649,10 +649,10 @@ class Checker:
         if on:
             self.options.add(name)
 
-    def qkv(self, a: Any, query: str = "q", grouped: bool = False) -> str:
+    def qkv(self, a: Any, query: str = "q", groups: str = "") -> str:
         """Check cu_seqlens, and the dimensions of q, k and v. Returns the first two of them.
 
-        query: q's name in errors. grouped: v may be [N, T, groups, R, V].
+        query: q's name in errors. groups: v may be [N, T, groups, R, V], with that many groups.
         """
         if a.cu_seqlens is not None:
             self.index("cu_seqlens", a.cu_seqlens, "N+1")
@@ -665,8 +665,8 @@ class Checker:
         lead = _lead(a)
         dtype = self.tensor(query, a.q, INPUT_DTYPES, f"{lead} H K").dtype
         self.tensor("k", a.k, (dtype,), f"{lead} H K")
-        in_groups = grouped and isinstance(a.v, Tensor) and a.v.ndim == 5
-        self.tensor("v", a.v, (dtype,), f"{lead} groups R V" if in_groups else f"{lead} HV V")
+        in_groups = groups and isinstance(a.v, Tensor) and a.v.ndim == 5
+        self.tensor("v", a.v, (dtype,), f"{lead} {groups} R V" if in_groups else f"{lead} HV V")
         return lead
 
     def heads(self, a: Any, query: str = "q") -> None:
@@ -681,25 +681,29 @@ class Checker:
             raise ValueError(
                 f"v: expected HV to be a multiple of H={H} (grouped value heads), got HV={HV}"
             )
+        self.sizes["HV"] = HV
 
     def tokens(self, a: Any, query: str = "q") -> None:
         """Check q to cu_seqlens of a call with tokens, with gate, scale and flags.
 
         query: q's name in errors.
         """
-        lead = self.qkv(a, query)
+        grouped = by_qk_head(a)
+        lead = self.qkv(a, query, "H" if grouped else "")
+        heads = "H R" if grouped else "HV"
         self.tensor("g", a.g, INPUT_DTYPES)
         if a.g.ndim not in (3, 4):
             raise ValueError(
                 f"g: expected [N, T, HV] (GDN) or [N, T, HV, K] (KDA), got shape {list(a.g.shape)}"
             )
-        self.sizes.bind("g", a.g, f"{lead} HV" if a.g.ndim == 3 else f"{lead} HV K")
-        self.tensor("beta", a.beta, INPUT_DTYPES, f"{lead} HV")
+        gate_heads = "HV" if grouped or a.g.ndim == 3 else "HV K"
+        self.sizes.bind("g", a.g, f"{lead} {heads if grouped else gate_heads}")
+        self.tensor("beta", a.beta, INPUT_DTYPES, f"{lead} {heads}")
         self.heads(a, query)
         if a.A_log is not None:
             self.tensor("A_log", a.A_log, (torch.float32,), "HV")
         if a.dt_bias is not None:
-            self.tensor("dt_bias", a.dt_bias, DT_BIAS_DTYPES, "HV" if a.g.ndim == 3 else "HV K")
+            self.tensor("dt_bias", a.dt_bias, DT_BIAS_DTYPES, gate_heads)
         size = 0.0 if a.scale is None else abs(number("scale", a.scale))
         if size != 0 and not TINY <= size <= HUGE:
             expected = f"a finite number, 0 or of {TINY:.1e} to {HUGE:.1e} in size"
@@ -778,7 +782,7 @@ class Checker:
             self.sizes["HV/H"] = self.sizes["HV"] // self.sizes["H"]
             self.tensor("z", a.z, (a.v.dtype,), f"{_lead(a)} H HV/H V")
         else:
-            self.like_v("z", a.z, a.v)
+            self.like_v("z", a.z, a)
         last_dim_contiguous("z", a.z)
         self.tensor("norm.weight", a.norm_weight, STATE_DTYPES, "V")
         self.option("norm", True)
@@ -788,19 +792,20 @@ class Checker:
         if a.out is None or scales is None:
             absent("out_scales", scales, "without out")
             if a.out is not None:
-                self.like_v("out", a.out, a.v)
+                self.like_v("out", a.out, a)
             return
         if a.norm_weight is None:
             absent("out_scales", scales, "without norm")
-        self.like_v("out", a.out, a.v, FP8)
+        self.like_v("out", a.out, a, FP8)
         dims = {0: "", 1: "1"}.get(getattr(scales, "ndim", 3), f"{_lead(a)} HV")
         self.tensor("out_scales", scales, (torch.float32,), dims)
         self.option("fp8", True)
 
-    def like_v(self, name: str, x: object, v: Tensor, dtype: torch.dtype | None = None) -> None:
-        if self.tensor(name, x, (dtype or v.dtype,)).shape != v.shape:
+    def like_v(self, name: str, x: object, a: Any, dtype: torch.dtype | None = None) -> None:
+        shape = [*a.v.shape[:2], self.sizes["HV"], a.v.shape[-1]]
+        if list(self.tensor(name, x, (dtype or a.v.dtype,)).shape) != shape:
             raise ValueError(
-                f"{name}: expected v's shape {list(v.shape)}, got {list(self.tensors[name].shape)}"
+                f"{name}: expected v's shape {shape}, got {list(self.tensors[name].shape)}"
             )
 
     def buffer(self, a: Any, lead: str) -> str:
@@ -848,7 +853,14 @@ class Checker:
             dtype=a.q.dtype, g_dtype=a.g.dtype, beta_dtype=a.beta.dtype, state_dtype=state_dtype
         )
         facts |= dict(gate=a.gate, qk_l2norm=a.qk_l2norm, beta_logits=a.beta_logits)
-        return Problem(op, axis_of(a.g), T=T, **facts, options=frozenset(self.options))
+        axis = "head" if by_qk_head(a) else axis_of(a.g)
+        return Problem(op, axis, T=T, **facts, options=frozenset(self.options))
+
+
+def by_qk_head(a: Any) -> bool:
+    """Whether a decode with a convolution has v [N, T, H, R, V], g and beta [N, T, H, R]."""
+    conv = getattr(a, "conv_weight", None) is not None
+    return conv and isinstance(a.v, Tensor) and a.v.ndim == 5
 
 
 def axis_of(g: Tensor) -> str:

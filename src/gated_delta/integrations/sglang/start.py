@@ -16,7 +16,8 @@ from gated_delta.problem import FP8, TAPS, GatedNorm, KVBuffer, ShortConv, Unsup
 class Layer(NamedTuple):
     """A linear layer on this rank: "GDN" or "KDA", heads, head dims, the dtype of its tokens.
 
-    norm: our calls include its gated norm. fp8: they also quantise its results.
+    norm: our calls include its gated norm. fp8: they also quantise its results. rows: they take
+    whole rows of its projection, decode's with its convolution.
     """
 
     layers: str
@@ -28,6 +29,7 @@ class Layer(NamedTuple):
     lower_bound: float | None = None
     norm: bool = False
     fp8: bool = False
+    rows: bool = False
 
     def tokens(self, T: int, device: torch.device) -> dict[str, Any]:
         """A packed sequence of T tokens."""
@@ -53,6 +55,14 @@ class Layer(NamedTuple):
         return {x: prompt[x] for x in names} | dict(
             conv=ShortConv(weight), windows=windows, has_initial_state=prompt["state_indices"] > 0
         )
+
+    def raw_steps(self, step: dict[str, Any]) -> list[load.Call]:
+        """The decode of raw tokens that `step` is with their convolution, if our kernels run it."""
+        given = self.convolution(step | dict(cu_seqlens=None))
+        raw = step | {name: given[name] for name in ("conv", "windows")}
+        raw |= dict(state=step["state"][:1])  # as many slots as windows
+        calls: list[load.Call] = [("decode", raw)]
+        return [] if not self.rows or load.refused(calls) else calls
 
     def calls(
         self,
@@ -113,6 +123,8 @@ class Layer(NamedTuple):
 
     def _decodes(self, pool: dict[str, Any], ring: KVBuffer | None, folds: bool) -> list[load.Call]:
         decode, zero = self._tokens(pool, 1, packed=False), pool["state_indices"]
+        if ring is None and not process.state.deterministic:
+            return [("decode", decode), *self.raw_steps(decode)]
         if not ring or kernels.ring_lacks(ring):
             return [("decode", decode)]
         rows = dict(buffer=ring, buffer_indices=zero)
@@ -185,7 +197,9 @@ def kinds_of(modules: list[Any], kind: str, dtype: torch.dtype) -> dict[Layer, i
         attn, gate = module.attn, norm.gate_of(module)
         fused = gate is not None, gate is not None and norm.takes_fp8(module, gate)
         heads = attn.num_k_heads, attn.num_v_heads, attn.head_k_dim, attn.head_v_dim
-        layer_ids[Layer(kind, *heads, dtype, attn.lower_bound, *fused)] = attn.layer_id
+        rows = conv.has_whole_rows(module)
+        layer = Layer(kind, *heads, dtype, attn.lower_bound, *fused, rows)
+        layer_ids[layer] = attn.layer_id
     return layer_ids
 
 
