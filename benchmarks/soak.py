@@ -321,7 +321,8 @@ def workload(part: int, kind: str, number: int, known: dict[str, list[int]]) -> 
         prompt = prompt or piece(1)
         abort = rng.uniform(0.02, 1.0) if n % 12 == 5 else None
         new = rng.choice((5, 12, 20, 33, 64, 65, 110))
-        requests.append(Request(f"{part}-{n}", prompt, new, abort))
+        # SGLang aborts all requests whose names begin with the one's.
+        requests.append(Request(f"{part}-{n:05}", prompt, new, abort))
     return requests
 
 
