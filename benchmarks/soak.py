@@ -416,7 +416,9 @@ class Tally:
         parts = [f"{self.answers} answers"]
         if judged:
             parts += [f"{self.equal} equal", f"{self.ties} part at ties of up to {self.gap:.3f}"]
-            parts += [f"{len(self.wrong)} WRONG {sorted(self.wrong.items())[:5]}"]
+            parts += [
+                f"{len(self.wrong)} WRONG {sorted(self.wrong.items(), key=lambda x: str(x[1]))[:5]}"
+            ]
         log = "\n".join(self.engine.lines())
         retracted = map(int, re.findall(r"#retracted_reqs: (\d+)", log))
         counts = dict(preempted=0) | self.counts
