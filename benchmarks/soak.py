@@ -321,7 +321,8 @@ def workload(part: int, kind: str, number: int, known: dict[str, list[int]]) -> 
         prompt = prompt or piece(1)
         abort = rng.uniform(0.02, 1.0) if n % 12 == 5 else None
         new = rng.choice((5, 12, 20, 33, 64, 65, 110))
-        requests.append(Request(f"{part}-{n}", prompt, new, abort))
+        # SGLang aborts all requests whose names begin with the one's.
+        requests.append(Request(f"{part}-{n:05}", prompt, new, abort))
     return requests
 
 
@@ -415,7 +416,9 @@ class Tally:
         parts = [f"{self.answers} answers"]
         if judged:
             parts += [f"{self.equal} equal", f"{self.ties} part at ties of up to {self.gap:.3f}"]
-            parts += [f"{len(self.wrong)} WRONG {sorted(self.wrong.items())[:5]}"]
+            parts += [
+                f"{len(self.wrong)} WRONG {sorted(self.wrong.items(), key=lambda x: str(x[1]))[:5]}"
+            ]
         log = "\n".join(self.engine.lines())
         retracted = map(int, re.findall(r"#retracted_reqs: (\d+)", log))
         counts = dict(preempted=0) | self.counts

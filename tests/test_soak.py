@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -44,4 +45,6 @@ def test_requests_share_blocks_and_go_on_from_answers(kind: str) -> None:
     assert len(shared) < len([x for x in first if len(x.prompt) >= 64]) * 0.6
     assert sum(x.abort is not None for x in first) == 20
     assert all(1 <= len(x.prompt) <= 1200 for x in first + second)
-    assert len({x.name for x in first + second}) == 480
+    names = sorted(x.name for x in first + second)  # SGLang aborts by the beginning of a name
+    assert len(set(names)) == 480
+    assert not any(b.startswith(a) for a, b in itertools.pairwise(names))
