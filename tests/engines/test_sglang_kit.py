@@ -524,6 +524,48 @@ def test_a_graph_that_breaks_at_whole_rows(refused, monkeypatch):
     assert f"GDN prefill{norm} {route}" in sglang_cpu.routes(process.state.calls)
 
 
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_decode_step_is_one_call(refused, monkeypatch):
+    """Qwen3-Next's, from its projection to its norm. If refused, the engine convolves a copy."""
+    kit, cases, _ = KITS["GDN"]
+    case = next(case for case in cases if case.forward_mode.is_decode())
+    create = kit.Mamba2StateShape.create  # the kit's convolution has two taps
+    of_four = lambda **sizes: create(**sizes | dict(conv_kernel=4))
+    monkeypatch.setattr(kit.Mamba2StateShape, "create", of_four)
+    fixture = kit.build_gdn_attention_fixture(CASE, case, **SIZES)
+    (layer, x), backend = layer_of(Qwen3GatedDeltaNet, fixture), fixture.backend
+    C = kit._conv_states(fixture).normal_().shape[1]
+    layer.attn.activation, layer.attn.conv_weights = "silu", torch.randn(C, 4).to(x)
+    cache = kit._clone_gdn_cache(fixture)
+    run = functools.partial(run_layer, "GDN", fixture, cache, layer)
+    expected, _ = run(x)
+    windows, states = kit._clone_gdn_cache(fixture)
+    linear, decode = backend.linear_attn_backend, sglang_conv.api.decode
+    sglang_conv.hook(linear, [layer])
+    sglang_norm.hook(layer)
+    if refused:
+        one = lambda *rows, **call: (refuse if "conv" in call else decode)(*rows, **call)
+        monkeypatch.setattr(sglang_conv.api, "decode", one)
+    for more in ("", " and norm") if refused else [" and convolution and norm"] * 2:
+        o, routes = run(x)
+        assert routes == {f"GDN decode{more} on backend {ROUTE}"}
+        torch.testing.assert_close(o, expected, **NEAR)
+        after = kit._clone_gdn_cache(fixture)
+        assert torch.equal(after[0], windows)
+        torch.testing.assert_close(after[1], states, **NEAR)
+    if not refused:  # padding of a graph
+        kit._restore_gdn_cache(fixture, cache)
+        slots = linear.forward_metadata.mamba_cache_indices
+        padding, slots[-1] = int(slots[-1]), -1
+        x[-1] = torch.nan
+        with torch.no_grad(), forward_context(ForwardContext(attn_backend=backend)):
+            o = layer.forward(hidden_states=x, forward_batch=fixture.forward_batch)
+        torch.testing.assert_close(o[:-1], expected[:-1], **NEAR)
+        assert not o[-1].any()
+        for pool, before in zip(kit._clone_gdn_cache(fixture), cache, strict=True):
+            assert torch.equal(pool[padding], before[padding])
+
+
 class Quantised(Projection):
     """A projection in block FP8: of (numbers, scales). inputs: how many such it got."""
 

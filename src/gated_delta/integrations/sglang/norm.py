@@ -72,7 +72,7 @@ class FusedNorm:
         self.quantises = self.fp8 and quantises
 
     def arguments(self, v: Tensor, padded: bool = False) -> dict[str, Any]:
-        """z and norm, for v [T, HV, V]; none if no gate was projected for these rows.
+        """z and norm, for v of z's shape; none if no gate was projected for these rows.
 
         padded: v may have the first rows of z alone, and z may not be aligned for prefill.
         """
@@ -100,8 +100,9 @@ class FusedNorm:
         self.quantised, rows = None, len(self.z)
         if torch.compiler.is_compiling() or get_forward().sp_active:
             return {}
-        values = v.new_empty(rows, *v.shape[1:], dtype=FP8)
-        scales = v.new_empty(v.shape[1], -(-rows // 4) * 4, dtype=torch.float32)[:, :rows].T
+        HV, V = v.shape[1:-1].numel(), v.shape[-1]
+        values = v.new_empty(rows, HV, V, dtype=FP8)
+        scales = v.new_empty(HV, -(-rows // 4) * 4, dtype=torch.float32)[:, :rows].T
         if rows > len(v):  # padding
             values[len(v) :].zero_()
             scales[len(v) :].fill_(1)
