@@ -1,4 +1,4 @@
-"""python -m benchmarks: measure, plot, serve, tokens."""
+"""python -m benchmarks: measure, plot, serve, steps, tokens."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from gated_delta.results import Refusal, Report, make_table, one_line, tracked
 
 from . import layer_prompts, layers, projections
 from . import serve as serving
+from . import steps as stepping
 from . import tokens as answers
 from .cells import BUFFERED, CELLS, DETERMINISTIC, PREFILL_TP, TREES, by_label
 from .measure import Runner, environment, run_facts
@@ -277,6 +278,59 @@ def continued(file: Path, command: str, run: dict[str, Any]) -> dict[str, Any]:
 
 
 @app.command()
+def steps(
+    file: Annotated[
+        Path | None, typer.Argument(help="JSON; benchmarks/results/serve/sglang_steps.json.")
+    ] = None,
+    model: Annotated[
+        str, typer.Option(help="The model: " + ", ".join(serving.MODELS))
+    ] = "qwen3_next_experts",
+    filter: Annotated[
+        str, typer.Option(help="Only cells whose labels match this regular expression: '^64 x'.")
+    ] = "",
+    sides: Annotated[
+        str, typer.Option(help="Engines, started together: " + ", ".join(stepping.SIDES))
+    ] = ",".join(stepping.SIDES),
+    options: Annotated[str, typer.Option(help="The engine's options, as JSON.")] = "{}",
+    repeats: Annotated[int, typer.Option(help="Times of each side in a cell.", min=1)] = 3,
+) -> None:
+    """Time a step of SGLang with whole states, and with records of decode and of drafts."""
+    labels = [label for label in stepping.CELLS if pattern(filter).search(label)]
+    names = [name.strip() for name in sides.split(",")]
+    if model not in serving.MODELS or not labels or set(names) - stepping.SIDES.keys():
+        known = (serving.MODELS, stepping.CELLS, stepping.SIDES)
+        models, cells, allowed = (", ".join(x) for x in known)
+        raise typer.BadParameter(
+            f"expected a model of {models}, a filter of {cells} and sides of {allowed}"
+        )
+    given = object_of(options, "--options")
+    report, run = served("sglang", "steps", file)
+    logs: dict[str, list[str]] = {name: [] for name in names}
+    samples: list[dict[str, Any]] = []
+    content = dict(
+        command="benchmarks steps sglang",
+        runs=[run | dict(model=model, options=given)],
+        logs=logs,
+        samples=samples,
+    )
+    with report.measuring(), contextlib.ExitStack() as stack:
+        engines = stepping.begun(stack, names, model, given, logs, report.say)
+        for label in labels:
+            try:
+                cell = stepping.measure(engines, label, repeats)
+            except RuntimeError as problem:  # the other sides go on
+                report.say(f"{label}: {problem}")
+                engines = {name: x for name, x in engines.items() if x.process.poll() is None}
+                continue
+            samples += cell
+            report.keep(content)
+            for line in stepping.table(cell):
+                report.say(line)
+    report.write(content)
+    report.leave(len(samples) < len(names) * len(labels))
+
+
+@app.command()
 def tokens(
     engine: Annotated[Server, typer.Argument(help="Installed with gated_delta.")],
     file: Annotated[
@@ -310,7 +364,7 @@ def tokens(
     )
     with report.measuring(), tempfile.TemporaryDirectory() as directory:
         if model in serving.MODELS:
-            answers.save_random(model, Path(directory))
+            answers.save_random(serving.MODELS[model], Path(directory))
         path = directory if model in serving.MODELS else model
         for plugin, more in starts:
             log: list[str] = []

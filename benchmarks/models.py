@@ -98,3 +98,5 @@ MODELS = {
     ),
 }
 """The config.json of each model, by name."""
+MODELS["qwen3_next_experts_12"] = MODELS["qwen3_next_experts"] | dict(num_hidden_layers=12)
+"""For several GPUs."""

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gated_delta import compile, reference
+from gated_delta import ShortConv, compile, reference
 from gated_delta.problem import Tokens
+from gated_delta.testing import Case
 
 from . import layer_prompts, layers
 from .cells import BF16, BOUND, COLD, FP32, Call, Cell, D, Heads, sets_within
@@ -85,6 +86,21 @@ class Steps(layers.Layer):
         mixed, *tokens = sglang(SPLIT)(self.projection, self.ba, H, HV, D, D)
         return mixed, {name: x[:, None] for name, x in zip(("z", "beta", "g"), tokens, strict=True)}
 
+    def ours(self, backend: str) -> Call:
+        """GDN: one call, with the convolution, on views of the projection."""
+        if self.ba is None:
+            chain: Call = super().ours(backend)
+            return chain
+        conv = dict(conv=ShortConv(self.weight), windows=self.windows)
+        decode = self.decode(backend, norm=self.norm, **conv)
+        H, R = self.q.shape[2], self.v.shape[2] // self.q.shape[2]
+        q, k, v, z = (
+            x[:, None] for x in self.projection.unflatten(1, (H, -1)).split((D, D, R * D, R * D), 2)
+        )
+        v, z = (x.unflatten(3, (R, D)) for x in (v, z))
+        beta, g = self.ba.view(len(self.ba), 1, H, -1).chunk(2, 3)
+        return lambda: (decode(q=q, k=k, v=v, z=z, beta=beta, g=g), self.state)
+
 
 class Prompts(layer_prompts.Layer):
     """Prompts. gates [2, total, H, r]: GDN's b and a, from ba in every call, else None."""
@@ -117,9 +133,14 @@ def projected(cell: Cell) -> Cell:
         bytes=moved,
         flops=cell.flops + 2 * tokens * weights,
         sets=sets_within(max(2, min(layers.MOST_SETS, COLD / moved)), 4 * held),
+        cases=step_cases if cell.model == "gdn" and "shape" not in cell.facts else cell.cases,
         make=inputs,
         truth=truth,
     )
+
+
+def step_cases(cell: Cell) -> list[Case]:
+    return [cell.check("decode", "conv_rows")]
 
 
 def inputs(cell: Cell, device: torch.device, seed: int) -> Projected:

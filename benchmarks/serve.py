@@ -23,10 +23,11 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from . import draws
 from .models import MODELS, VOCABULARY
 
 BATCHES, PROMPTS, NEW_TOKENS = (1, 8, 64, 256), (512, 4096, 32768), 65
@@ -35,9 +36,10 @@ MAX_TOKENS = 2**20
 KINDS = {
     kind: re.compile(names, re.IGNORECASE)
     for kind, names in {
-        "convolution": "conv1d|short_conv",
-        "recurrence": "gated_delta|delta_rule|chunk_|cumsum|l2norm|recompute_w_u|solve_tril"
-        "|merge_16x16|post_conv|gating|(gdn|kda)_(?!.*norm)|(gather_initial|scatter)_states",
+        "convolution": "conv1d|short_conv|conv_window",
+        "recurrence": "gated_delta|_ring_|mamba_state|delta_rule|chunk_|cumsum|l2norm"
+        "|recompute_w_u|solve_tril|merge_16x16|post_conv|gating|(gdn|kda)_(?!.*norm)"
+        "|(gather_initial|scatter)_states",
         "split": "qkvzba|split_reshape|split_qkv",
         "gated norm": "norm_gated|gated_(rms)?norm|norm_gate|layer_norm_fwd",
         "experts": "moe|expert|topk|act_and_mul|silu_and_mul|count_and_sort",
@@ -96,12 +98,14 @@ class Server(NamedTuple):
     profiler, or stops it and writes its trace. ranks(): gated_delta's report of each rank, if the
     engine can query its processes. experts(prompts): the experts of each prompt's next token,
     [layers, experts a token]; the engine's option enable_return_routed_experts has to be on.
+    verifies(): of the last answers, the most verifies of drafts that one took.
     """
 
     answer: Callable[[Prompts, int, bool], list[Answer]]
     profile: Callable[[bool], object]
     experts: Callable[[Prompts], list[Any]] = lambda prompts: []
     ranks: Callable[[], list[list[str]]] = lambda: []
+    verifies: Callable[[], int] = lambda: 0
 
 
 def sglang(model: str, plugin: bool, options: dict[str, Any], traces: Path) -> Server:
@@ -114,11 +118,13 @@ def sglang(model: str, plugin: bool, options: dict[str, Any], traces: Path) -> S
         skip_tokenizer_init=True, random_seed=0, disable_radix_cache=True, log_level="info"
     )
     engine = sglang.Engine(model_path=model, **(defaults | ours | options))
+    verifies = [0]
 
     def answer(prompts: Prompts, new_tokens: int, top: bool) -> list[Answer]:
         sampling = dict(temperature=0, max_new_tokens=new_tokens, ignore_eos=True)
         more = dict(return_logprob=True, top_logprobs_num=TOP) if top else {}
         outputs = engine.generate(input_ids=prompts, sampling_params=sampling, **more)
+        verifies.append(max(output["meta_info"].get("spec_verify_ct", 0) for output in outputs))
         answers = []
         for output in outputs:
             positions = output["meta_info"]["output_top_logprobs"] if top else []
@@ -143,7 +149,7 @@ def sglang(model: str, plugin: bool, options: dict[str, Any], traces: Path) -> S
         routed = (base64.b64decode(output["meta_info"]["routed_experts"]) for output in outputs)
         return [numpy.frombuffer(x, numpy.int32).reshape(-1, *width)[-1] for x in routed]
 
-    return Server(answer, profile, experts)
+    return Server(answer, profile, experts, verifies=lambda: verifies[-1])
 
 
 def vllm(model: str, plugin: bool, options: dict[str, Any], traces: Path) -> Server:
@@ -273,6 +279,34 @@ def kernels(server: Server, cell: Cell, traces: Path, repeat: int) -> dict[str, 
     return {f"prefill {name}": us for name, us in prefill.items()} | steps
 
 
+def step(
+    server: Server, cell: Cell, new_tokens: int, traces: Path, profile: bool
+) -> dict[str, Any]:
+    """Seconds to the first token and to the last one, or us of a step's kernels by kind.
+
+    The prompts are the same in every call: the prefix cache has them from the second call on.
+    """
+    prompts, runs, times = prompts_of(cell, -2), [], []
+    for tokens in (1, new_tokens):
+        if profile:
+            server.profile(True)
+        start = time.perf_counter()
+        answers = server.answer(prompts, tokens, False)
+        times.append(time.perf_counter() - start)
+        if short := [x for x in answers if len(x.tokens) != tokens]:
+            got = len(short[0].tokens)
+            raise RuntimeError(f"expected answers of {tokens} tokens, {len(short)} have {got}")
+        if profile:
+            server.profile(False)
+            runs.append(profiled(traces))
+    steps = server.verifies() or new_tokens - 1
+    if not profile:
+        return dict(steps=steps, first_s=times[0], whole_s=times[1])
+    first, whole = runs
+    kernels_us = {name: (whole[name] - us) / steps for name, us in first.items()}
+    return dict(steps=steps, kernels_us=kernels_us)
+
+
 def distinct(routed: list[Any]) -> list[int]:
     """Distinct experts of a step's tokens in each layer; routed: [layers, experts] per token.
 
@@ -335,6 +369,8 @@ def main(lines: Iterator[str]) -> None:
                     say(**kernels(server, CELLS[label], traces, repeat))
                 case {"prompts": prompts, "new_tokens": new_tokens, "top": top}:
                     say(answers=server.answer(prompts, new_tokens, top))
+                case {"step": sizes, "new_tokens": tokens, "profile": profile}:
+                    say(**step(server, Cell(*sizes), tokens, traces, profile))
                 case {"experts": label}:
                     say(experts=distinct(server.experts(prompts_of(CELLS[label], -1))))
                 case {"ranks": True}:
@@ -342,7 +378,8 @@ def main(lines: Iterator[str]) -> None:
 
 
 def say(**message: Any) -> None:
-    print(MEASURED, json.dumps(message), flush=True)
+    sys.stdout.write(f"{MEASURED} {json.dumps(message)}\n")  # at once: the engine writes there too
+    sys.stdout.flush()
 
 
 # -------------------------------------------------------------------------- the command's process
@@ -356,7 +393,8 @@ class Process:
     """An engine in its own process, which ends with the context.
 
     model: a name of MODELS, or a directory. said: called with each line of its log on gated_delta.
-    A process that ends early is a RuntimeError with the end of its output.
+    environment: variables besides this process's. A process that ends early is a RuntimeError with
+    the end of its output.
     """
 
     def __init__(
@@ -366,6 +404,7 @@ class Process:
         plugin: bool,
         options: dict[str, Any],
         said: Callable[[str], object],
+        environment: Mapping[str, str] = {},
     ):
         self.engine, self.options, self.said = engine, options, said
         self.output = deque[str](maxlen=60)
@@ -373,7 +412,8 @@ class Process:
         pipes: dict[str, Any] = dict(
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
-        self.process = subprocess.Popen(command, **pipes, text=True, errors="replace")
+        pipes |= dict(text=True, errors="replace", env=os.environ | dict(environment))
+        self.process = subprocess.Popen(command, **pipes)
         self.job = dict(engine=engine, model=model, plugin=plugin, options=options)
 
     def __enter__(self) -> Process:
@@ -502,6 +542,8 @@ def verdict(engine: list[float], ours: list[float]) -> str | None:
     return "behind" if max(engine) < min(ours) else "within"
 
 
+if __name__ == "__mp_main__" and os.environ.get("BENCHMARKS_DRAW"):  # an engine's process
+    draws.draw()
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # runs the engine's clean-up
     main(iter(sys.stdin.readline, ""))

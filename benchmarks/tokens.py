@@ -8,11 +8,10 @@ from __future__ import annotations
 import json
 import random
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
-
-from .serve import MODELS
 
 LONGEST = 300
 
@@ -24,14 +23,19 @@ def prompts(count: int) -> list[list[int]]:
     return [list(text[start : start + length]) for start, length in spans]
 
 
-def save_random(name: str, directory: Path) -> None:
-    """Saves a checkpoint of that model with random weights, under the engines' names."""
+def save_random(
+    settings: dict[str, Any], directory: Path, redraw: Callable[[str, Any], None] | None = None
+) -> None:
+    """Saves a checkpoint with random weights, under the engines' names.
+
+    settings: its config.json. redraw: changes a weight, by its name, in place.
+    """
     import safetensors.torch
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     file = directory / "config.json"
-    file.write_text(config := json.dumps(MODELS[name]))
+    file.write_text(config := json.dumps(settings))
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModelForCausalLM.from_config(
@@ -44,6 +48,9 @@ def save_random(name: str, directory: Path) -> None:
         name.replace("block_sparse_moe", "mlp"): x
         for name, x in safetensors.torch.load_file(saved).items()
     }
+    if redraw is not None:
+        for name, x in weights.items():
+            redraw(name, x)
     safetensors.torch.save_file(weights, saved, metadata=dict(format="pt"))
 
 

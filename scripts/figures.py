@@ -185,15 +185,15 @@ def projected() -> str:
     for cell in (layers := cells("h100/layer_projected")):
         peers = (cell["peers"].get(name, {}).get("us") for name in ("sglang", "vllm"))
         times = (cell["parts"]["projections"], cell["us"], *peers)
-        name = cell["label"].replace(" projected", "")
-        rows[name] = [*(us(x) if x else "-" for x in times), down(against()(cell))]
+        layer, _, batch = cell["label"].replace(" projected", "").rpartition(" ")
+        rows[f"{layer} | {batch}"] = [*(us(x) if x else "-" for x in times), down(against()(cell))]
     for cell in layers:
         few = "1 and 8 requests" if cell["sequences"] <= 8 else "64 and 256 requests"
         groups.setdefault("prompts" if cell["tokens"] > 1 else few, []).append(cell)
     for name, group in groups.items():
-        rows[f"geometric mean, {name}"] = ["", "", "", "", Group.of(group, against()).mean]
+        rows[f"geometric mean | {name}"] = [*[""] * 4, Group.of(group, against()).mean]
     heads = ("the projections", "ours", "SGLang's chain", "vLLM's chain", "best over ours")
-    return table("one H100, us", *heads, rows=rows)
+    return table("one H100, us", "batch", *heads, rows=rows)
 
 
 def h100() -> str:

@@ -361,14 +361,16 @@ def test_a_pack_for_a_dtype_and_head_dims(monkeypatch, tmp_path):
     seen = []
     monkeypatch.setattr(compile, "check_tools", lambda: None)
     monkeypatch.setattr(cli, "build_all", lambda builds, *_: seen.extend(builds))
-    options = "--dtype", "fp16", "--size", "64x96", "--ring", "--trees"
+    options = "--dtype", "fp16", "--size", "64x96", "--ring", "--trees", "--fp8"
     result = run("compile", "--out", tmp_path, *options)
     assert result.exit_code == 0, result.output
     assert [variant for variant, _ in seen] == [
-        *dispatch.shipped("sm_90a", torch.float16, (64, 96), ring=True, trees=True)
+        *dispatch.shipped("sm_90a", torch.float16, (64, 96), ring=True, trees=True, fp8=True)
     ]
     facts = [set(variant.facts) for variant, _ in seen if variant.kernel != "short_conv"]
     assert all({("K", 64), ("V", 96)} < x and ("dtype", "bf16") not in x for x in facts)
+    in_fp8 = {variant.kernel for variant, _ in seen if ("fp8", True) in variant.facts}
+    assert in_fp8 == {"decode", "verify"}  # no prefill has V of 96
 
 
 # ---------------------------------------------------------------- JSON

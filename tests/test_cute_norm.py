@@ -303,15 +303,29 @@ def test_token_slots_views_and_out_in_a_captured_graph(op):
 
 def check_fp8(values, scales, bare):
     """Scales by their bits; values up to the division's 2 units. A tie may go either way."""
-    want, want_scales = torch.empty_like(values), torch.empty_like(scales)
+    given, numbers = scales.ndim < 2, ~bare.isnan()
+    want, want_scales = torch.empty_like(values), scales.clone()
     reference.quantise(bare, want, want_scales)
     same(scales.contiguous(), want_scales.contiguous())
-    largest = bare.abs().double().amax(-1, keepdim=True).clamp(min=1e-10)
-    product = bare.double() * 448 / largest
+    largest = bare.abs().double().masked_fill(~numbers, 0).amax(-1, keepdim=True)
+    product = bare.double() / (scales.double() if given else largest.clamp(min=1e-10) / 448)
+    product = product.clamp(-448, 448)[numbers]
     unit = torch.exp2(product.abs().clamp(min=2.0**-6).log2().floor() - 3)
-    error = (values.double() - product).abs()
+    error = (values.double()[numbers] - product).abs()
     assert (error <= unit / 2 + product.abs() * 2.0**-21).all()
-    assert (values.float() != want.float()).double().mean() < 0.01
+    assert (values.float() != want.float())[numbers].double().mean() < 0.01
+    same(values.float().isnan(), ~numbers)
+
+
+QUANTISED = [(0, None), (20, None), (-20, 3e-8), (0, 0.03), (20, 0.03), (-20, None)]
+"""Of the norm's weight, as a power of two, and the scale that is given."""
+
+
+def hostile(call):
+    """A zero head, NaN in z, and one key for all tokens."""
+    call["z"][0, 0, 0], call["z"][-1, -1, -1, 3] = 0, math.nan
+    call["k"][:] = call["k"][:1, :1].clone()
+    return call
 
 
 @pytest.mark.parametrize("axis", AXES)
@@ -319,14 +333,22 @@ def check_fp8(values, scales, bare):
 @pytest.mark.parametrize("op", ["decode", "verify"])
 @pytest.mark.skipif(GPU is None or GPU.level == "sm_80", reason="needs e4m3 conversions")
 def test_fp8_is_the_quantiser_of_the_output(op, N, T, axis):
-    call = tokens(N, T, axis=axis, heads=HEADS) | normed(N, T)
-    (bare, of_bare) = run(op, call, pool(N))
-    out = torch.empty(bare.shape, dtype=torch.float8_e4m3fn, device="cuda")
-    scales = torch.full((HEADS[1], N * T), math.nan, device="cuda").T.unflatten(0, (N, T))
-    values, of_fp8 = run(op, call, pool(N), out=out, out_scales=scales)
-    check_fp8(values, scales, bare)
-    for x, y in zip(of_bare, of_fp8, strict=True):
-        same(x, y)
+    """Call after call, in DeepGEMM's layout of scales or with one that is given."""
+    call = hostile(tokens(N, T, axis=axis, heads=HEADS) | normed(N, T))
+    out = torch.empty(N, T, HEADS[1], 2, D, device="cuda").to(torch.float8_e4m3fn)[..., 1, :]
+    rows = torch.empty(HEADS[1], N * T + -(N * T) % 4, device="cuda")
+    for size, given in QUANTISED:
+        weight = normed(N, T)["norm"].weight * 2.0**size
+        call["norm"] = gd.GatedNorm(weight, 1e-5)
+        (bare, of_bare) = run(op, call, pool(N))
+        out.fill_(math.nan)
+        scales = rows.fill_(math.nan)[:, : N * T].T.unflatten(0, (N, T))
+        if given is not None:
+            scales = torch.tensor([given], device="cuda")
+        values, of_fp8 = run(op, call, pool(N), out=out, out_scales=scales)
+        check_fp8(values, scales, bare)
+        for x, y in zip(of_bare, of_fp8, strict=True):
+            same(x, y)
 
 
 @pytest.mark.parametrize("path", paths_here(*PATHS), ids=str)
@@ -336,21 +358,25 @@ def test_prefill_in_fp8_is_its_quantiser(path, axis):
     """Packed, with an empty and an inactive sequence and rows behind the last; in a graph."""
     lengths, spare = (1100 if path == 4 else 200, 0, 65, 130), 70
     T = sum(lengths) + spare
-    call = tokens(1, T, axis=axis, heads=HEADS) | normed(1, T)
+    call = hostile(tokens(1, T, axis=axis, heads=HEADS) | normed(1, T))
     bounds = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
     call |= dict(cu_seqlens=bounds, state_indices=index(3, 2, -1, 0), backend="cute")
-    states = [pool(4), pool(4)]
-    out = torch.empty(1, T, HEADS[1], D, dtype=torch.float8_e4m3fn, device="cuda")
-    scales = torch.full((HEADS[1], T + -T % 4), math.nan, device="cuda")[:, :T].T[None]
-    with prefill_path(path):
-        bare, _ = gd.prefill(**call, state=states[0])
-        call |= dict(state=states[1], out=out, out_scales=scales)
-        graph, _ = captured(lambda: gd.prefill(**call))
-        out.fill_(1)
-        graph.replay()
-    check_fp8(out, scales, bare)
-    same(*states)
     inactive = torch.arange(T, device="cuda")
     inactive = ((inactive >= bounds[2]) & (inactive < bounds[3])) | (inactive >= bounds[4])
-    assert not out.view(torch.uint8)[:, inactive].any()
-    assert out.float()[:, ~inactive].any()
+    out = torch.empty(1, T, HEADS[1], 2, D, device="cuda").to(torch.float8_e4m3fn)[..., 1, :]
+    rows = torch.empty(HEADS[1], T + -T % 4, device="cuda")
+    for size, given in QUANTISED:
+        states = [pool(4), pool(4)]
+        call["norm"] = gd.GatedNorm(normed(1, T)["norm"].weight * 2.0**size, 1e-5)
+        scales = rows[:, :T].T[None] if given is None else torch.tensor([given], device="cuda")
+        with prefill_path(path):
+            bare, _ = gd.prefill(**call, state=states[0])
+            fp8 = call | dict(state=states[1], out=out, out_scales=scales)
+            graph, _ = captured(lambda: gd.prefill(**fp8))
+            out.fill_(1)
+            rows.fill_(math.nan)
+            graph.replay()
+        check_fp8(out, scales, bare)
+        same(*states)
+        assert not out.contiguous().view(torch.uint8)[:, inactive].any()
+        assert out.float()[:, ~inactive].any()

@@ -192,6 +192,22 @@ def test_drafts_and_heads_that_stay_the_engines(plan, monkeypatch):
 
 
 @pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize(
+    ("gpu", "changed", "calls"),
+    [
+        ("H100", {}, 2),
+        ("A100", {}, 1),
+        ("H100", dict(linear_num_value_heads=36), 1),
+        ("H100", dict(model_type="qwen3_5"), 1),
+    ],
+)
+def test_a_step_with_its_convolution(gpu, changed, calls, plan):
+    """Of Qwen3-Next, where a cluster has a q/k head's value heads. Else decode is ours, too."""
+    decode, _ = plan("sglang", NEXT | changed, gpu=gpu).modes
+    assert (decode.ours, len(decode.calls)) == (True, calls)
+
+
+@pytest.mark.usefixtures("compiled")
 def test_drafts_that_form_a_tree(plan, monkeypatch):
     """The engine's, but in a KVBuffer; the cases are trees too."""
     *_, verify = plan("sglang", NEXT, drafts=4, tree=True).modes
@@ -390,6 +406,37 @@ def test_the_command_of_a_plan_builds_its_kernels(plan, monkeypatch, tmp_path):
     assert before - after == flushes != set()
 
 
+BLOCK_FP8 = dict(quant_method="fp8", weight_block_size=[128, 128])
+
+
+@pytest.mark.parametrize(
+    ("engine", "changes", "gpu", "switch", "asked"),
+    [
+        ("sglang", {}, "H200", "1", True),
+        ("sglang", {}, "H200", "0", False),
+        ("sglang", {}, "B200", "1", False),
+        ("vllm", {}, "H200", "1", False),
+        ("sglang", dict(linear_value_head_dim=64), "H200", "1", False),
+        ("sglang", dict(dtype="float16"), "H200", "1", False),
+        ("sglang", dict(quantization_config=dict(quant_method="fp8")), "H200", "1", False),
+        ("sglang", dict(quantization_config=dict(BLOCK_FP8, quant_method="x")), "H200", "1", False),
+    ],
+)
+def test_kernels_in_fp8_where_the_engine_takes_them(
+    engine, changes, gpu, switch, asked, plan, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(compile, "missing", lambda variant, gpu: ())
+    settings = dict(JIT="0", SGLANG_QUANTISE=switch, CACHE_DIR=tmp_path / "pack")
+    for name, value in settings.items():
+        monkeypatch.setenv(f"GATED_DELTA_{name}", str(value))
+    config = NEXT | dict(quantization_config=BLOCK_FP8) | changes
+    drafts = dict(drafts=4) if engine == "sglang" else {}
+    modes = plan(engine, config, gpu=gpu, **drafts).modes
+    in_fp8 = {mode.name for mode in modes if any("fp8=True" in x for x in mode.unbuilt)}
+    assert in_fp8 == ({mode.name for mode in modes} if asked else set())
+    assert all(("--fp8 " in mode.reason) == asked for mode in modes)
+
+
 def test_kernels_to_be_compiled_are_counted(plan, monkeypatch, tmp_path):
     monkeypatch.setattr(compile, "missing", lambda variant, gpu: ())
     monkeypatch.setattr(preflight.compile, "installed", lambda package: "4.8.1")
@@ -490,7 +537,7 @@ def test_a_release_that_is_not_served(check, monkeypatch):
         ("vllm", NEXT, ["--backend", "reference"], "expected auto or cute with --engine"),
         ("vllm", [], [], "expected a JSON object"),
         ("vllm", NEXT, ["--op", "verify"], "expected --op to be of decode, prefill, got verify"),
-        ("vllm", NEXT, ["--model", "/nowhere"], "cannot read '/nowhere'"),
+        ("vllm", NEXT, ["--model", "/nowhere"], "expected --model, a directory with config.json"),
         ("vllm", NEXT, ["--quick"], "expected only without --engine"),
     ],
 )

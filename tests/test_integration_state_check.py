@@ -195,6 +195,16 @@ def test_one_request_in_so_many_is_worked_out(monkeypatch: pytest.MonkeyPatch) -
     assert sampled[:3] == ["request 3", "request 8", "request 14"]
 
 
+def test_the_log_counts_the_states_compared() -> None:
+    engine, lines = Engine(), list[str]()
+    engine.check._log = lines.append
+    for _ in range(12):
+        engine.step("prefill", 5)
+        engine.check.compare("a", engine.computed["a"], {"layer 0": engine.slots[0]})
+    expected = [f"gated_delta compared {n} states" for n in (1, 10)]
+    assert [line.partition(" of")[0] for line in lines] == expected
+
+
 def test_requests_that_go_on_come_back_or_end() -> None:
     """More input keeps a request's tokens, other tokens or another row do not."""
     engine = Engine()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks import serve, tokens
+from benchmarks import draws, serve, tokens
 from benchmarks.__main__ import app
 
 ENGINE = """
@@ -29,6 +29,9 @@ class Engine:
         assert (options.get("load_format") == "dummy") != model_path.endswith("tiny_qwen3_5")
         assert options["page_size"] == 64
         print("gated_delta runs decode" if self.ours else "Triton runs decode", flush=True)
+        self.drafts = options.get("speculative_algorithm") == "NGRAM"
+        if os.environ.get("GATED_DELTA_SGLANG_KVBUFFER") == "1":
+            print("gated_delta keeps drafts in 0.1 GiB", flush=True)
         if self.ours and (FAILS or self.fails):
             raise MemoryError("no room")
     def start_profile(self, output_dir, activities, with_stack, record_shapes):
@@ -53,6 +56,8 @@ class Engine:
             ids = [prompt[0]] * (n - self.ours) + [self.heads] * self.ours
             top = [[(logprob, token, None), (-0.3, self.heads, None)] for token in ids]
             info = dict(output_top_logprobs=top[:n]) if return_logprob else {}
+            if self.drafts:
+                info["spec_verify_ct"] = (n - 1) * 2 // 5
             outputs.append(dict(output_ids=ids, meta_info=info))
         return outputs
 """
@@ -257,6 +262,59 @@ def test_wrong_options_are_refused(arguments, words, tmp_path):
     assert result.exit_code == 2
     assert words in " ".join(result.output.split())
     assert not (tmp_path / "new.json").exists()
+
+
+def test_steps_of_every_side_are_measured(engine, tmp_path, environment):
+    """A step of drafts is a verify; kernels and time are those of a step, not of a token."""
+    engine()
+    file, sides = tmp_path / "new.json", "states,drafts folded seldom"
+    arguments = ["--filter", "^16 x 512", "--sides", sides, "--repeats", "1"]
+    options = ["--options", '{"page_size": 64}']
+    result = CliRunner().invoke(app, ["steps", str(file), *arguments, *options])
+    assert result.exit_code == 0, result.output
+    content = json.loads(file.read_text())
+    states, drafts = content["samples"]
+    assert (states["side"], drafts["side"]) == tuple(sides.split(","))
+    assert (states["tokens_a_step"], drafts["tokens_a_step"]) == (1, 2.5)
+    assert states["kernels_us"]["recurrence"] == pytest.approx(3)
+    assert drafts["kernels_us"]["recurrence"] == pytest.approx(3 * 2.5)
+    for sample in (states, drafts):
+        assert sample["tpot_ms"] == pytest.approx(sample["step_ms"] / sample["tokens_a_step"])
+    keeps = "gated_delta keeps drafts in 0.1 GiB"
+    assert [keeps in log for log in content["logs"].values()] == [False, True]
+    assert f"drafts folded seldom: {keeps}" in result.output
+
+
+def test_sides_that_do_not_start_leave_the_others(engine, tmp_path, environment):
+    engine(fails=True)
+    file = tmp_path / "new.json"
+    result = CliRunner().invoke(
+        app, ["steps", str(file), "--sides", "ring", "--options", '{"page_size": 64}']
+    )
+    assert result.exit_code == 1
+    assert "ring: sglang ended with" in result.output
+    assert json.loads(file.read_text())["samples"] == []
+    for wrong in (["--sides", "rings"], ["--filter", "^8 x"], ["--model", "nothing"]):
+        assert CliRunner().invoke(app, ["steps", str(file), *wrong]).exit_code == 2
+
+
+def test_drawn_drafts_are_lines_and_requests_accept_in_turn():
+    """Over a cycle of rounds every request accepts as many, and not as many as its neighbour."""
+    torch, numpy = pytest.importorskip("torch"), pytest.importorskip("numpy")
+    tokens = numpy.arange(100, 108)
+    original = lambda corpus, requests: (tokens, numpy.zeros(32, dtype=bool))
+    drafts, mask = draws.draft(original, None, ["a", "b"])
+    assert drafts.reshape(2, 4)[:, 0].tolist() == [100, 104]
+    assert (mask.reshape(2, 4, 4) == numpy.tril(numpy.ones((4, 4), dtype=bool))).all()
+    counts = torch.zeros(2, len(draws.TOKENS), dtype=torch.int32)
+    for round in range(len(draws.TOKENS)):
+        predict, index = torch.full((8,), -1), torch.full((2, 4), -1, dtype=torch.int32)
+        found = draws.accept(None, index, predict, counts[:, round], None)
+        kept = [[place for place in row if place >= 0] for row in found.tolist()]
+        assert kept == [list(range(4 * n, 4 * n + c + 1)) for n, c in enumerate(counts[:, round])]
+        assert (predict >= 0).all()
+    assert counts.sum(1).tolist() == [sum(draws.TOKENS) - len(draws.TOKENS)] * 2
+    assert (counts[0] != counts[1]).all()
 
 
 @pytest.mark.parametrize("command", ["serve", "tokens"])

@@ -15,6 +15,7 @@ from gated_delta.testing import cases, check, listed, quick_cases, run_case
 from gated_delta.testing.cases import (
     AXES,
     BUFFERED,
+    CONVOLVED,
     DIMS,
     FAMILIES,
     GATES,
@@ -23,7 +24,9 @@ from gated_delta.testing.cases import (
     LAYOUTS,
     OPS,
     RANK_HEADS,
+    SPECIAL,
     TREES,
+    UNEQUAL_DIMS,
 )
 from gated_delta.testing.compare import Error, error, rounding_unit, smallest_head
 from gated_delta.testing.oracle import Expected
@@ -52,12 +55,15 @@ def test_the_list_crosses_every_main_factor(op):
     }
     factors = (AXES, DIMS, HEADS, GATES, FAMILIES, KEYS)
     assert len(crossed) == math.prod(len(factor) for factor in factors)
-    drawn = [c for c in cases(op) if c.layout not in (*BUFFERED, *TREES)]
+    drawn = [c for c in cases(op) if c.layout not in SPECIAL]
     pairs = {(c.layout, c.gate, c.family) for c in drawn if c.family in FAMILIES}
-    assert len(pairs) == len({*LAYOUTS[op]} - {*BUFFERED, *TREES}) * len(GATES) * len(FAMILIES)
-    added = {(c.axis, c.D, c.gate, c.layout) for c in {*cases(op)} - {*drawn}}
+    assert len(pairs) == len({*LAYOUTS[op]} - {*SPECIAL}) * len(GATES) * len(FAMILIES)
+    added = {(c.axis, c.D, c.gate, c.layout) for c in cases(op) if c.layout in (*BUFFERED, *TREES)}
     factors = (AXES, DIMS, GATES, {*LAYOUTS[op]} & {*BUFFERED, *TREES})
     assert len(added) == math.prod(len(factor) for factor in factors)
+    convolved = {(c.D, c.gate, c.layout) for c in cases(op) if c.layout in CONVOLVED}
+    factors = ((*DIMS, *UNEQUAL_DIMS), GATES, {*LAYOUTS[op]} & {*CONVOLVED})
+    assert len(convolved) == math.prod(len(factor) for factor in factors)
     assert len({c.label for c in cases(op)}) > 0.9 * len(cases(op))
     ranks = {(c.axis, c.D, c.heads) for c in cases(op) if c.heads in RANK_HEADS}
     assert len(ranks) == len(AXES) * len(DIMS) * len(RANK_HEADS)
@@ -129,6 +135,18 @@ def test_a_wrong_convolution_fails(monkeypatch, fault):
     results = [run_case(case, "reference") for case in short]
     assert all(x.passed for x in results) == (not fault)
     assert all(x.share <= 1 for x in results) == (fault in ("", "windows not written"))
+
+
+@pytest.mark.parametrize("fault", [*CONV_FAULTS][:4])
+def test_a_wrong_convolution_in_decode_fails(monkeypatch, fault):
+    original = reference.decode_convolved
+
+    def run(tokens, *, conv, **given):
+        conv, given = CONV_FAULTS[fault](conv, given)
+        original(tokens, conv=conv, **given)
+
+    monkeypatch.setattr(reference, "decode_convolved", run)
+    assert fails("decode", layout="conv_write", axis="head") == bool(fault)
 
 
 TOKEN_FAULTS = {

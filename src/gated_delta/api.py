@@ -183,6 +183,8 @@ def decode(
     buffer: KVBuffer | None = None,
     buffer_indices: Tensor | None = None,
     buffer_lens: Tensor | None = None,
+    conv: ShortConv | None = None,
+    windows: Tensor | None = None,
     null_index: int = -1,
     out: Tensor | None = None,
     out_scales: Tensor | None = None,
@@ -215,6 +217,11 @@ def decode(
     sequences may name one row or slot. Not with write_indices, num_accepted, intermediate_states,
     [N, W] state_indices or update_state=False.
     norm, z as for prefill; z [N, T, HV, V].
+    conv: a ShortConv of raw q, k and v, of one dense token (T = 1). windows: [P, C, 3] in q's
+    dtype, any strides: the last inputs of a slot's sequence; read and written as the state is. v
+    and z may then be [N, 1, H, R, V], with g and beta [N, 1, H, R]: views of a projection that
+    interleaves value heads by q/k head. Not with buffer, intermediate_states or [N, W]
+    state_indices. The kernels run GDN.
     out_scales: with norm and out in torch.float8_e4m3fn; the normalised o, rounded to v's dtype, is
     quantised for a matrix product in FP8. fp32 [N, T, HV], any strides: receives the scale of each
     token and head, max(max |o|, 1e-10) / 448. A scalar or [1]: one scale for all, above 0, read on
@@ -226,13 +233,15 @@ def decode(
     """
     kind, A_log, dt_bias, bound = _gate(gate)
     weight, eps, activation = NO_NORM if norm is None else _norm(norm)
+    conv_weight, conv_bias, conv_activation = NO_CONV if conv is None else _conv(conv)
     return _runner(q)(
         ops.DECODE,
         q, k, v, g, beta, state, A_log, dt_bias, cu_seqlens, state_indices, write_indices,
         num_accepted, intermediate_states, intermediate_indices, z, weight, out, out_scales,
         *(NO_BUFFER if buffer is None else _parts(buffer)), buffer_indices, buffer_lens,
-        kind, bound, eps, activation, scale, qk_l2norm, beta_logits, allow_neg_eigval,
-        update_state, null_index, backend,
+        conv_weight, conv_bias, windows,
+        kind, bound, eps, activation, conv_activation, scale, qk_l2norm, beta_logits,
+        allow_neg_eigval, update_state, null_index, backend,
     )  # fmt: skip
 
 
@@ -451,7 +460,9 @@ def arguments_of(op: Operation, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     split("gate", _gate, "gate", "A_log", "dt_bias", "bound")
     norm = ("norm_weight", "norm_eps", "norm_activation")
     split("norm", lambda x: NO_NORM if x is None else _norm(x), *norm)
-    split("conv", _conv, "weight", "bias", "activation")
+    prefix = "conv_" if op is ops.DECODE else ""
+    conv = [f"{prefix}{name}" for name in ("weight", "bias", "activation")]
+    split("conv", lambda x: NO_CONV if x is None and op is ops.DECODE else _conv(x), *conv)
     split("buffer", lambda x: NO_BUFFER if x is None and op is ops.DECODE else _parts(x), *BUFFER)
     if op is ops.FLUSH:
         split("num_accepted", _counts, "num_accepted", "accepted_by_all")
@@ -478,6 +489,9 @@ def _norm(norm: GatedNorm) -> tuple[Tensor | None, float, str | None]:
     if not isinstance(norm, GatedNorm):
         raise TypeError(f"norm: expected a gated_delta.GatedNorm or None, got {type_name(norm)}")
     return norm.weight, norm.eps, norm.activation
+
+
+NO_CONV: tuple[Tensor | None, Tensor | None, str | None] = (None, None, None)
 
 
 def _conv(conv: ShortConv) -> tuple[Tensor, Tensor | None, str | None]:

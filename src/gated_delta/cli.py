@@ -281,6 +281,7 @@ def compile_kernels(
         bool, typer.Option("--ring", help="Also decode and verify with buffer_lens.")
     ] = False,
     trees: Annotated[bool, typer.Option("--trees", help="Also verify and flush of trees.")] = False,
+    fp8: Annotated[bool, typer.Option("--fp8", help="Also outputs in FP8.")] = False,
     cases: Annotated[
         bool, typer.Option("--cases", help="Also the kernels of `check --backend cute`.")
     ] = False,
@@ -298,7 +299,7 @@ def compile_kernels(
     dims = head_dims(size) if size else None
     builds: list[tuple[kernels.Variant, str]] = []
     for name in architectures(arch):
-        variants = [*dispatch.shipped(name, DTYPES[dtype.value], dims, ring, trees)]
+        variants = [*dispatch.shipped(name, DTYPES[dtype.value], dims, ring, trees, fp8)]
         for problem, gpu in itertools.product(problems, gpus_of(name)):
             variants += dispatch.variants_of(problem, gpu)
         builds += [(x, name) for x in unique(variants) if filter in x.label]

@@ -32,13 +32,14 @@ def shipped(
     size: tuple[int, int] | None = None,
     ring: bool = False,
     trees: bool = False,
+    fp8: bool = False,
 ) -> tuple[compile.Variant, ...]:
     """Variants that `gated-delta compile` builds for an architecture.
 
     Inputs of that dtype, qk_l2norm, states in fp32 and in that dtype, beta or its logits.
     size: K and V, in place of MODELS'; operations without kernels for them have no variants.
     ring: also decode and verify with `buffer_lens`. trees: also verify with `parents`, flush with
-    `path`.
+    `path`. fp8: also outputs in FP8.
     """
     variants: dict[compile.Variant, None] = {}
     models = unique((axis, *(size or dims), gates) for axis, *dims, gates in MODELS)
@@ -53,7 +54,7 @@ def shipped(
                 gate=gate, dtype=dtype, g_dtype=g_dtype, beta_logits=logits
             )
             for op in OPERATIONS.values():
-                for problem in op.shipped(Model(axis, K, V, state, tokens, ring, trees)):
+                for problem in op.shipped(Model(axis, K, V, state, tokens, ring, trees, fp8)):
                     for gpu in gpus_of(arch) if not op.missing(problem) else ():
                         variants |= dict.fromkeys(op.variants(problem, gpu))
     return tuple(variants)
@@ -66,12 +67,14 @@ def how_to_build(variants: Iterable[compile.Variant], gpu: Gpu) -> str:
     dims = [(x.get("K", x.get("V")), x.get("V", x.get("K"))) for x in facts]
     sizes = unique([None, *((K, V) for K, V in dims if K)])
     dtypes, switches = (torch.bfloat16, torch.float16), (False, True)
+    fp8 = any("fp8" in x for x in facts)
     for ring, trees, size, dtype in itertools.product(switches, switches, sizes, dtypes):
-        if wanted <= set(shipped(gpu.arch, dtype, size, ring, trees)):
+        if wanted <= set(shipped(gpu.arch, dtype, size, ring, trees, fp8)):
             options = ["--arch", gpu.arch] if gpu.arch != H200.arch else []
             options += ["--dtype", SHORT[dtype]] if dtype != torch.bfloat16 else []
             options += ["--size", f"{size[0]}x{size[1]}"] if size else []
-            options += [name for name, on in (("--ring", ring), ("--trees", trees)) if on]
+            names = dict(ring=ring, trees=trees, fp8=fp8)
+            options += [f"--{name}" for name, on in names.items() if on]
             out = str(compile.directory())
             command = shlex.join(["gated-delta", "compile", *options, "--out", out])
             return f"`{command}` builds the kernels ahead of time"

@@ -19,12 +19,13 @@ import torch
 from rich.table import Table
 
 from . import compile
-from .gpus import GPUS, PRODUCTS, Gpu, card_of, product
+from .gpus import GPUS, PRODUCTS, Gpu, card_of, gpu_of, product
 from .integrations.engine import card_check, load, releases
 from .integrations.sglang.kernels import ring_lacks
+from .integrations.sglang.norm import SWITCH
 from .integrations.sglang.process import drafts_need
 from .integrations.sglang.records.decode_ring import FROM_HEADS
-from .integrations.sglang.start import Layer
+from .integrations.sglang.start import Layer, in_fp8
 from .integrations.vllm.calls import Recurrence, too_many
 from .ops.launch import MAX_NORM
 from .options import MAX_DIM, MAX_HEADS
@@ -117,6 +118,9 @@ ENTRIES = dict(
     kda_safe_gate=FLAG,
     short_conv_kernel_size=LAYERS,
     layer_group_size=GROUPS,
+    quantization_config=Entry("an object", lambda x: isinstance(x, dict)),
+    quant_method=TEXT,
+    weight_block_size=INDICES,
 )
 """The entries of models' configurations that are read."""
 
@@ -208,7 +212,7 @@ READERS = {
 
 
 class Model(NamedTuple):
-    """The linear layers of a model on one rank."""
+    """The linear layers of a model on one rank. block_fp8: projections are in blocks of 128."""
 
     kind: str
     served: releases.Served
@@ -216,13 +220,14 @@ class Model(NamedTuple):
     dtype: torch.dtype
     state_dtype: torch.dtype
     doubles_beta: bool
+    block_fp8: bool
 
     def __str__(self) -> str:
         states = f"states in {SHORT[self.state_dtype]}"
         return f"{self.kind}: {self.sizes} on each rank, {SHORT[self.dtype]}, {states}"
 
     def state_bytes(self, rows: int) -> int:
-        """Of so many states in every layer."""
+        """Bytes of so many states in every layer."""
         _, layers, _, HV, K, V, _ = self.sizes
         return layers * rows * HV * V * K * self.state_dtype.itemsize
 
@@ -319,7 +324,8 @@ def read(path: Path | None) -> Config:
     try:
         config = json.loads(file.read_text())
     except OSError as problem:
-        raise ValueError(f"cannot read {str(file)!r}: {problem.strerror}") from None
+        expected = "expected --model, a directory with config.json"
+        raise ValueError(f"{expected}; cannot read {str(file)!r}: {problem.strerror}") from None
     except (ValueError, RecursionError):
         config = None
     if not isinstance(config, dict):
@@ -346,8 +352,11 @@ def plan(asked: Asked, device: torch.device) -> Plan:
     model = _model(asked)
     modes, drafts = (_sglang if engine == "sglang" else _vllm)(asked, model)
     release, refused = _release(engine)
+    quantises = engine == "sglang" and _quantises(model, gpu)
     for mode in modes:
+        mode.calls += in_fp8(mode.calls) if quantises else []
         mode.calls = [(op, arguments | dict(backend="cute")) for op, arguments in mode.calls]
+        mode.calls = [x for x in mode.calls if not _optional(x) or not load.refused([x], gpu)]
         if refused:
             mode.leave(refused)
         elif mode.ours and (lacks := load.refused(mode.calls, gpu)):
@@ -395,7 +404,14 @@ def _model(asked: Asked) -> Model:
     dtype = asked.dtype or _input_dtype(config)
     states = asked.state_dtype or _state_dtype(engine, served, config, dtype)
     doubles_beta = config.get("linear_allow_neg_eigval", False)
-    return Model(kind, served, sizes, dtype, states, doubles_beta)
+    return Model(kind, served, sizes, dtype, states, doubles_beta, _in_block_fp8(config))
+
+
+def _in_block_fp8(config: Config) -> bool:
+    if "quantization_config" not in config:
+        return False
+    how = config.within("quantization_config")
+    return how.get("quant_method") == "fp8" and how.get("weight_block_size") == [128, 128]
 
 
 def _input_dtype(config: Config) -> torch.dtype:
@@ -432,6 +448,12 @@ def _release(engine: str) -> tuple[str, str]:
     served = "not served" if refusal else "served"
     reason = f"expected {ENGINES[engine]} {RELEASES[engine].version}, got {refusal}"
     return f"{ENGINES[engine]} {version} is {served}", reason if refusal else ""
+
+
+def _optional(call: load.Call) -> bool:
+    """Whether others run where this one cannot: decode with a convolution."""
+    op, arguments = call
+    return op == "decode" and "conv" in arguments
 
 
 def _look_for_kernels(mode: Mode, served: list[load.Call], gpu: Gpu | torch.device) -> None:
@@ -473,7 +495,8 @@ def _sglang(asked: Asked, model: Model) -> tuple[list[Mode], dict[str, int]]:
         ring = KVBuffer.empty(2, 1, **sizes)
         ring = replace(ring, u=ring.u.to(state))
     norm = model.served.fuses_norm and V <= MAX_NORM
-    layer = Layer(family, H, HV, K, V, model.dtype, bound, norm)
+    rows = model.kind == "qwen3_next"
+    layer = Layer(family, H, HV, K, V, model.dtype, bound, norm, rows=rows)
     by_mode = layer.calls(state, True, scratch, T, ring, asked.tree, folds=own_ring)
     names = asked.modes or MODES["sglang"][: 3 if T else 2]
     modes = [Mode(name, by_mode.get(name, [])) for name in names]
@@ -491,6 +514,14 @@ def _sglang(asked: Asked, model: Model) -> tuple[list[Mode], dict[str, int]]:
         if mode.name == "decode" and HV in model.served.own_decode and not own_ring:
             mode.leave(f"SGLang has a fused kernel for {HV} heads a GPU")
     return modes, drafts
+
+
+def _quantises(model: Model, gpu: Gpu | torch.device) -> bool:
+    """Whether our calls quantise for SGLang's projections, if it has DeepGEMM."""
+    card = gpu if isinstance(gpu, Gpu) else gpu_of(gpu)
+    hopper = card is not None and card.major == 9
+    takes = model.block_fp8 and model.sizes.V == 128 and model.dtype == torch.bfloat16
+    return takes and hopper and compile.flag(SWITCH, False)
 
 
 class _Layer(Recurrence):

@@ -649,42 +649,57 @@ class Checker:
         if on:
             self.options.add(name)
 
-    def lead(self, a: Any, query: str = "q") -> str:
-        """Check cu_seqlens; the first two dimensions of q and of what else has a row a token."""
-        if a.cu_seqlens is None:
-            return _lead(a)
-        self.index("cu_seqlens", a.cu_seqlens, "N+1")
-        if a.cu_seqlens.shape[0] < 1:
-            raise ValueError("cu_seqlens: expected shape [N+1], got [0]")
-        if isinstance(a.q, Tensor) and a.q.shape[:1] != (1,):
-            expected = "expected packed tokens [1, total, H, K] with cu_seqlens"
-            raise ValueError(f"{query}: {expected}, got {list(a.q.shape)}")
-        return _lead(a)
+    def qkv(self, a: Any, query: str = "q", groups: str = "") -> str:
+        """Check cu_seqlens, q, k and v. Returns the first two dimensions of rows a token.
+
+        query: q's name in errors. groups: v may be [N, T, groups, R, V], with that many groups.
+        """
+        if a.cu_seqlens is not None:
+            self.index("cu_seqlens", a.cu_seqlens, "N+1")
+            if a.cu_seqlens.shape[0] < 1:
+                raise ValueError("cu_seqlens: expected shape [N+1], got [0]")
+            if isinstance(a.q, Tensor) and a.q.shape[:1] != (1,):
+                expected = "expected packed tokens [1, total, H, K] with cu_seqlens"
+                raise ValueError(f"{query}: {expected}, got {list(a.q.shape)}")
+            self.sizes["N"] = a.cu_seqlens.shape[0] - 1
+        lead = _lead(a)
+        dtype = self.tensor(query, a.q, INPUT_DTYPES, f"{lead} H K").dtype
+        self.tensor("k", a.k, (dtype,), f"{lead} H K")
+        in_groups = groups and isinstance(a.v, Tensor) and a.v.ndim == 5
+        self.tensor("v", a.v, (dtype,), f"{lead} {groups} R V" if in_groups else f"{lead} HV V")
+        for name, x in ((query, a.q), ("k", a.k), ("v", a.v)):
+            last_dim_contiguous(name, x)
+        H, HV = a.q.shape[2], a.v.shape[2:-1].numel()
+        if min(H, HV, self.sizes["K"], self.sizes["V"]) < 1:
+            shapes = f"{query} {list(a.q.shape)}, v {list(a.v.shape)}"
+            raise ValueError(f"{query}, v: expected at least one head and channel, got {shapes}")
+        if HV % H:
+            raise ValueError(
+                f"v: expected HV to be a multiple of H={H} (grouped value heads), got HV={HV}"
+            )
+        self.sizes["HV"] = HV
+        return lead
 
     def tokens(self, a: Any, query: str = "q") -> None:
         """Check q to cu_seqlens of a call with tokens, with gate, scale and flags.
 
         query: q's name in errors.
         """
-        lead = self.lead(a, query)
-        self.tensor(query, a.q, INPUT_DTYPES, f"{lead} H K")
-        same = (a.q.dtype,)
-        self.tensor("k", a.k, same, f"{lead} H K")
-        self.tensor("v", a.v, same, f"{lead} HV V")
+        grouped = by_qk_head(a)
+        lead = self.qkv(a, query, "H" if grouped else "")
+        heads = "H R" if grouped else "HV"
         self.tensor("g", a.g, INPUT_DTYPES)
         if a.g.ndim not in (3, 4):
             raise ValueError(
                 f"g: expected [N, T, HV] (GDN) or [N, T, HV, K] (KDA), got shape {list(a.g.shape)}"
             )
-        self.sizes.bind("g", a.g, f"{lead} HV" if a.g.ndim == 3 else f"{lead} HV K")
-        self.tensor("beta", a.beta, INPUT_DTYPES, f"{lead} HV")
-        for name, x in ((query, a.q), ("k", a.k), ("v", a.v)):
-            last_dim_contiguous(name, x)
-        self.heads(a, query)
+        gate_heads = "HV" if grouped or a.g.ndim == 3 else "HV K"
+        self.sizes.bind("g", a.g, f"{lead} {heads if grouped else gate_heads}")
+        self.tensor("beta", a.beta, INPUT_DTYPES, f"{lead} {heads}")
         if a.A_log is not None:
             self.tensor("A_log", a.A_log, (torch.float32,), "HV")
         if a.dt_bias is not None:
-            self.tensor("dt_bias", a.dt_bias, DT_BIAS_DTYPES, "HV" if a.g.ndim == 3 else "HV K")
+            self.tensor("dt_bias", a.dt_bias, DT_BIAS_DTYPES, gate_heads)
         size = 0.0 if a.scale is None else abs(number("scale", a.scale))
         if size != 0 and not TINY <= size <= HUGE:
             expected = f"a finite number, 0 or of {TINY:.1e} to {HUGE:.1e} in size"
@@ -695,18 +710,6 @@ class Checker:
         if a.allow_neg_eigval and not a.beta_logits:
             raise ValueError("beta_logits: expected True with allow_neg_eigval=True, got False")
         self.option("allow_neg_eigval", a.allow_neg_eigval)
-        self.sizes["N"] = a.q.shape[0] if a.cu_seqlens is None else a.cu_seqlens.shape[0] - 1
-
-    def heads(self, a: Any, query: str = "q") -> None:
-        """Check the numbers of heads and channels of q, k and v, whose dimensions are checked."""
-        H, HV = a.q.shape[2], a.v.shape[2:-1].numel()
-        if min(H, HV, self.sizes["K"], self.sizes["V"]) < 1:
-            shapes = f"{query} {list(a.q.shape)}, v {list(a.v.shape)}"
-            raise ValueError(f"{query}, v: expected at least one head and channel, got {shapes}")
-        if HV % H:
-            raise ValueError(
-                f"v: expected HV to be a multiple of H={H} (grouped value heads), got HV={HV}"
-            )
 
     def vectors(self, a: Any, *states: Tensor | None) -> None:
         """Note rows that 16-byte accesses cannot read."""
@@ -715,6 +718,18 @@ class Checker:
             "scattered_rows",
             not all(x is None or (self.aligned(x) and x.stride(-2) == x.shape[-1]) for x in states),
         )
+
+    def values(self, *given: Tensor | None) -> None:
+        """Note other rows that 16-byte accesses cannot read."""
+        rows = (x for x in given if x is not None)
+        aligned = all(self.aligned(x) and x.stride(-1) == 1 for x in rows)
+        self.option("unaligned_values", not aligned)
+
+    def max_seqlen(self, a: Any) -> None:
+        if a.cu_seqlens is None:
+            absent("max_seqlen", a.max_seqlen, "without cu_seqlens")
+        elif a.max_seqlen is not None and integer("max_seqlen", a.max_seqlen, "an int or None") < 0:
+            raise ValueError(f"max_seqlen: expected 0 or more, got {a.max_seqlen}")
 
     def draft_length(self, packed: bool) -> None:
         if packed:
@@ -763,7 +778,7 @@ class Checker:
             self.sizes["HV/H"] = self.sizes["HV"] // self.sizes["H"]
             self.tensor("z", a.z, (a.v.dtype,), f"{_lead(a)} H HV/H V")
         else:
-            self.like_v("z", a.z, a.v)
+            self.like_v("z", a.z, a)
         last_dim_contiguous("z", a.z)
         self.tensor("norm.weight", a.norm_weight, STATE_DTYPES, "V")
         self.option("norm", True)
@@ -773,19 +788,20 @@ class Checker:
         if a.out is None or scales is None:
             absent("out_scales", scales, "without out")
             if a.out is not None:
-                self.like_v("out", a.out, a.v)
+                self.like_v("out", a.out, a)
             return
         if a.norm_weight is None:
             absent("out_scales", scales, "without norm")
-        self.like_v("out", a.out, a.v, FP8)
+        self.like_v("out", a.out, a, FP8)
         dims = {0: "", 1: "1"}.get(getattr(scales, "ndim", 3), f"{_lead(a)} HV")
         self.tensor("out_scales", scales, (torch.float32,), dims)
         self.option("fp8", True)
 
-    def like_v(self, name: str, x: object, v: Tensor, dtype: torch.dtype | None = None) -> None:
-        if self.tensor(name, x, (dtype or v.dtype,)).shape != v.shape:
+    def like_v(self, name: str, x: object, a: Any, dtype: torch.dtype | None = None) -> None:
+        shape = [*a.v.shape[:2], self.sizes["HV"], a.v.shape[-1]]
+        if list(self.tensor(name, x, (dtype or a.v.dtype,)).shape) != shape:
             raise ValueError(
-                f"{name}: expected v's shape {list(v.shape)}, got {list(self.tensors[name].shape)}"
+                f"{name}: expected v's shape {shape}, got {list(self.tensors[name].shape)}"
             )
 
     def buffer(self, a: Any, lead: str) -> str:
@@ -833,7 +849,14 @@ class Checker:
             dtype=a.q.dtype, g_dtype=a.g.dtype, beta_dtype=a.beta.dtype, state_dtype=state_dtype
         )
         facts |= dict(gate=a.gate, qk_l2norm=a.qk_l2norm, beta_logits=a.beta_logits)
-        return Problem(op, axis_of(a.g), T=T, **facts, options=frozenset(self.options))
+        axis = "head" if by_qk_head(a) else axis_of(a.g)
+        return Problem(op, axis, T=T, **facts, options=frozenset(self.options))
+
+
+def by_qk_head(a: Any) -> bool:
+    """Whether a decode with a convolution has v [N, T, H, R, V], g and beta [N, T, H, R]."""
+    conv = getattr(a, "conv_weight", None) is not None
+    return conv and isinstance(a.v, Tensor) and a.v.ndim == 5
 
 
 def axis_of(g: Tensor) -> str:

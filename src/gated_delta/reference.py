@@ -805,7 +805,26 @@ def _fold(state: Tensor, records: list[Tensor], m: Tensor) -> Tensor:
     return torch.where((m > 0)[:, None, None, None], folded, state.float())
 
 
-# ------------------------------------------------------------------- the convolution before prefill
+# ------------------------------------------------------------------- the convolution
+
+
+def decode_convolved(tokens: Tokens, *, conv: ShortConv, windows: Tensor, **given: Any) -> None:
+    """`decode` of one raw token per sequence; windows have the states' slots."""
+    states = {name: x for name, x in given.items() if name not in ("norm", "z", "out")}
+    reads, writes, *_ = decode_rows(tokens, **states)
+    active = [n for n, slot in enumerate(reads) if slot >= 0]
+    inputs = torch.cat([x.flatten(2) for x in (tokens.q, tokens.k, tokens.v)], 2)[:, 0]
+    read = windows[[reads[n] for n in active]].permute(2, 0, 1)
+    x = torch.cat([read, inputs[None, active]])
+    y = inputs.clone()
+    y[active] = _convolved(x, conv)[0].to(y.dtype)
+    sizes = [x.shape[2] * x.shape[3] for x in (tokens.q, tokens.k, tokens.v)]
+    q, k, v = y[:, None].split(sizes, -1)
+    raw = zip((q, k, v), (tokens.q, tokens.k, tokens.v), strict=True)
+    q, k, v = (x.unflatten(-1, as_given.shape[2:]) for x, as_given in raw)
+    decode(tokens._replace(q=q, k=k, v=v), **given)
+    written = [(i, writes[n]) for i, n in enumerate(active) if writes[n] >= 0]
+    windows[[slot for _, slot in written]] = x[1:, [i for i, _ in written]].permute(1, 2, 0)
 
 
 def short_conv(
@@ -838,9 +857,11 @@ def short_conv(
 
 
 def _convolved(x: Tensor, conv: ShortConv) -> Tensor:
-    """fp32 outputs of all rows of x [3 + m, C] but the first 3, oldest tap first."""
+    """fp32 outputs of all rows of x [3 + m, ..., C] but the first 3, oldest tap first."""
     x, weight, m = x.float(), conv.weight.float(), len(x) - TAPS + 1
-    y = x.new_zeros(m, x.shape[1]) if conv.bias is None else conv.bias.float().expand(m, -1)
+    y = x.new_zeros(m, *x.shape[1:])
+    if conv.bias is not None:
+        y = y + conv.bias.float()
     for i in range(TAPS):
         y = y + weight[:, i] * x[i : i + m]
     return y if conv.activation is None else silu(y)

@@ -27,6 +27,9 @@ for _register in UNINITIALISED.values():
     _register.flags.writeable = False  # all registers share it
 RANK = 1 << 24
 """Shared memory of rank r in a cluster begins at r * RANK."""
+LATE, LATER = 20, 80
+"""Turns that a warp may miss behind an arrival at a cluster's barrier, and a CTA of a cluster at
+its start."""
 
 
 class Fault(AssertionError):
@@ -163,7 +166,7 @@ class Warp:
         self.live, self.all_live = np.ones(32, bool), True
         self.groups: dict[int, np.ndarray] = {0: self.live}
         self.waits: tuple[Callable[[], bool], int] | None = None
-        self.yields = False
+        self.yields, self.late = False, 0
         self.votes_read = 0
         self.has_waited, self.has_acquired = not launch.pdl, False
         # Bulk groups belong to a thread; in our kernels one thread per warp stores.
@@ -421,7 +424,8 @@ class Warp:
 
     def cluster_arrive(self, at: int) -> None:
         state = self.block.cluster[0].cluster_barrier
-        self.cluster_phase = state[1]
+        self.cluster_phase, self.yields = state[1], True
+        self.late = self.launch.random.choice((0, 0, 0, LATE))
         state[0] += 1
         if state[0] == sum(len(block.warps) for block in self.block.cluster):
             state[:] = 0, state[1] + 1
@@ -798,6 +802,10 @@ class Launch:
                 active += [
                     Block(self, waiting.popleft()[::-1], cluster) for _ in range(self.cluster)
                 ]
+                for block in cluster if self.cluster > 1 else ():
+                    late = self.random.choice((0, LATER))
+                    for warp in block.warps:
+                        warp.late = late
             warps = [
                 warp
                 for block in active
@@ -813,7 +821,9 @@ class Launch:
                 ]
                 raise Fault("deadlock:\n" + "\n".join(waits[:32]))
             for warp in self.random.sample(warps, -(-len(warps) // 2)):
-                if warp.waits is None or warp.waits[0]():
+                if warp.late:
+                    warp.late -= 1
+                elif warp.waits is None or warp.waits[0]():
                     warp.waits = None
                     warp.run(self.random.randint(1, 4))
             running = []

@@ -26,7 +26,7 @@ ENDS_BLOCK = (
     "mbarrier.try_wait",
     "bar.sync",
     "bar.vote",
-    "barrier.cluster.wait",
+    "barrier.cluster",
     "ld.acquire",
 )
 NO_EFFECT = (

@@ -23,10 +23,11 @@ from . import emulated
 from .calls import MOST, bits, quantised, sample
 
 
-def call(case, size, given):
+def call(case, size, given, dense=False):
     """A case's arguments; in FP8 with scales as DeepGEMM wants them, or with one that is given.
 
-    size: of the norm's weight, a power of two. Token 0 of head 0 is zeros, and one z is NaN.
+    size: of the norm's weight, a power of two. Token 0 of head 0 is zeros, and one z is NaN. dense:
+    out and scales are contiguous instead.
     """
     one = make(case)
     z = one.z.clone()
@@ -40,6 +41,8 @@ def call(case, size, given):
     if given is not None:
         scales = torch.tensor([given]) if N > 1 else torch.tensor(given)
     out = torch.full((N, T, HV, 2, case.V), math.nan).to(FP8)[..., 1, :]
+    if dense:
+        out, scales = out.contiguous(), scales.contiguous()
     del arguments["out"]
     return arguments, dict(out=out, out_scales=scales)
 
@@ -51,16 +54,26 @@ def same_states(one, two):
 
 
 def check(case, size, given, run, backend):
-    (bare, _), (fp8, outputs) = (call(case, size, given) for _ in range(2))
+    """A second call has the other kind of scale, and other strides."""
+    (bare, _), *calls = (
+        call(case, size, scale, dense)
+        for scale, dense in (
+            (given, False),
+            (given, False),
+            (0.03 if given is None else None, True),
+        )
+    )
     operation = getattr(api, case.op)
     with run:
         o = operation(**bare, backend=backend)
-        values = operation(**fp8 | outputs, backend=backend)
-    assert values is outputs["out"]
-    want, scales = quantised(o, given)
-    assert torch.equal(bits(values), bits(want))
-    assert torch.equal(outputs["out_scales"].expand(scales.shape), scales)
-    same_states(bare, fp8)
+        results = [operation(**fp8 | outputs, backend=backend) for fp8, outputs in calls]
+    for (fp8, outputs), values in zip(calls, results, strict=True):
+        assert values is outputs["out"]
+        scales = outputs["out_scales"]
+        want, want_scales = quantised(o, scales.item() if scales.ndim < 2 else None)
+        assert torch.equal(bits(values), bits(want))
+        assert torch.equal(scales.expand(want_scales.shape), want_scales)
+        same_states(bare, fp8)
     if case.lengths[0]:
         assert not o.isnan().all()
 

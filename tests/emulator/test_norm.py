@@ -84,7 +84,7 @@ def test_prefill_has_the_bits_of_decodes_norm(axis, heads, K, V, dtype, kernels)
     [((1, 2), 128, torch.bfloat16, None), ((1, 1), 64, torch.float16, 0.03)],
 )
 def test_prefill_in_fp8_is_its_quantiser(heads, V, dtype, given, backend, kernels):
-    """Scales in DeepGEMM's layout, or one that is given; rows of no sequence have both, too."""
+    """Scales in DeepGEMM's layout and one that is given, in turn; rows of no sequence have both."""
     T, HV = sum(LENGTHS) + PADDING, heads[1]
     one = call("head", T, LENGTHS, heads, 64, V)
     one |= {name: one[name].to(dtype) for name in "qkvg"}
@@ -94,19 +94,29 @@ def test_prefill_in_fp8_is_its_quantiser(heads, V, dtype, given, backend, kernel
     one |= dict(norm=gd.GatedNorm(weight), z=z, backend=backend)
     one["state_indices"] = torch.tensor([3, 1, -1, 0])
     del one["output_final_state"]
-    scales = torch.full((HV, 76), math.nan)[:, :T].T[None]
-    scales = scales if given is None else torch.tensor([given])
+    each = torch.full((HV, 76), math.nan)[:, :T].T[None]
     out = torch.full((1, T, HV, 2, V), math.nan).to(FP8)[..., 1, :]
+    outputs = [
+        dict(out=out, out_scales=each),
+        dict(out=out.clone(), out_scales=torch.tensor([2e-5])),
+    ]
+    if given is not None:
+        outputs[1]["out_scales"].fill_(given)
+        outputs.reverse()
     states = [torch.randn(4, HV, V, 64, generator=torch.Generator().manual_seed(0))]
-    states.append(states[0].clone())
+    states += [states[0].clone() for _ in outputs]
     on_cpu = emulated(kernels) if backend == "cute" else contextlib.nullcontext()
     with prefill_path("tiles", sms=SMS), on_cpu:
         o, _ = gd.prefill(**one, state=states[0])
-        values, _ = gd.prefill(**one, state=states[1], out=out, out_scales=scales)
-    want, want_scales = quantised(o, given)
-    assert values is out
-    assert torch.equal(bits(out), bits(want))
-    assert torch.equal(scales.expand(want_scales.shape), want_scales)
-    assert torch.equal(*states)
-    assert not out.float()[:, ~active_rows()].any()
-    assert out.float()[:, active_rows()].isnan().any()
+        results = [
+            gd.prefill(**one, state=state, **given) for state, given in zip(states[1:], outputs)
+        ]
+    for (values, _), given, state in zip(results, outputs, states[1:], strict=True):
+        out, scales = given.values()
+        want, want_scales = quantised(o, scales.item() if scales.ndim < 2 else None)
+        assert values is out
+        assert torch.equal(bits(out), bits(want))
+        assert torch.equal(scales.expand(want_scales.shape), want_scales)
+        assert torch.equal(state, states[0])
+        assert not out.float()[:, ~active_rows()].any()
+        assert out.float()[:, active_rows()].isnan().any()

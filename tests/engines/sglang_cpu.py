@@ -359,6 +359,33 @@ class Ops:
         return globals().get(name) or Missing(f"torch.ops.sgl_kernel.{name}")
 
 
+# --------------------------------------------------------------------------------------- block FP8
+
+
+def block_fp8_linear(input, weight, weight_scale, input_scale=None, bias=None, **_):
+    """DeepGEMM's product, and in front of it the engine's quantiser if there are no scales."""
+    if input_scale is None:
+        heads = input.float().unflatten(1, (-1, 128))
+        amax = heads.abs().amax(-1).clamp(min=1e-10)
+        input_scale = amax * torch.tensor(1 / 448)
+        values = heads * (torch.tensor(448.0) / amax)[..., None]
+        input = values.clamp(-448, 448).to(torch.float8_e4m3fn).flatten(1)
+    x = input.float().unflatten(1, (-1, 128)) * input_scale[..., None]
+    w = weight.float().unflatten(1, (-1, 128)).unflatten(0, (-1, 128))
+    w = (w * weight_scale[:, None, :, None]).flatten(2).flatten(0, 1)
+    return (x.flatten(1) @ w.T).bfloat16()
+
+
+def install_block_fp8():
+    """The engine has none for a CPU without AMX."""
+    from sglang.srt.layers.quantization import fp8, fp8_utils
+
+    fp8._is_cpu = False
+    for module in (fp8, fp8_utils):
+        module.deepgemm_w8a8_block_fp8_linear_with_fallback = block_fp8_linear
+        module.dispatch_w8a8_block_fp8_linear = lambda **_: block_fp8_linear
+
+
 # ------------------------------------------------------------------- in place of CUDA in the engine
 
 

@@ -109,6 +109,8 @@ class Dense(qwen2_moe.Qwen2MoeMLP):
 
 
 qwen3_next.Qwen2MoeSparseMoeBlock = Dense
+if "block_fp8" in case:
+    sglang_cpu.install_block_fp8()
 if "kernels" in case:
     record(case["kernels"])
 if "on_gpu" in case:

@@ -553,8 +553,9 @@ def test_accepted_drafts_stay_in_their_rows(layers, bound):
                     whole[layer, 6] = after[n][track[n] + 1]
         before = caches.temporal[:, [3, 5]].clone()
         drafter = SimpleNamespace(is_draft_worker=True, req_to_token_pool=None)
-        batch = SimpleNamespace(logical_forward_mode=ForwardMode.EXTEND, req_pool_indices=rows)
-        rings._before_extend(None, drafter, batch)  # of its own layers, in between: folds nothing
+        rings._before_extend(
+            None, drafter, extend_batch(rows)
+        )  # of its own layers, in between: folds nothing
         steps, tracked = torch.tensor(accepted) - 1, (torch.tensor([6, 6, 6]), torch.tensor(track))
         with speculating(**kept):
             kvbuffer.commit(scatter_mamba_states_after_mtp_verify, caches, slots, steps, *tracked)
@@ -993,6 +994,61 @@ def decode_batch(*rows, mode=ForwardMode.DECODE):
     )
 
 
+def extend_batch(rows):
+    return SimpleNamespace(
+        logical_forward_mode=ForwardMode.EXTEND, req_pool_indices=rows, req_pool_indices_cpu=rows
+    )
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_prompts_fold_rows_that_steps_have_filled(drafts):
+    """A new request's is emptied. One that goes on in its slot, and a mixed batch's, are folded."""
+    ring, folds = graphs_ring(heads=2 * HV, drafts=drafts), []
+    fold, slots = ring.fold, torch.tensor([0, 5, 3, 6])
+    ring.fold = lambda rows, slots: (folds.append(rows.tolist()), fold(rows, slots))
+    pool = SimpleNamespace(
+        alloc_rows=lambda rows: rows, get_mamba_indices=lambda rows: slots[rows].clone()
+    )
+    ring.follow(pool)
+    runner = SimpleNamespace(is_draft_worker=False, req_to_token_pool=pool)
+    of = lambda batch: SimpleNamespace(mamba_cache_indices=slots[batch.req_pool_indices])
+    backend = SimpleNamespace(_forward_metadata=of, init_forward_metadata_out_graph=None)
+    rings.attach(backend)
+    mode = ForwardMode.TARGET_VERIFY if drafts else ForwardMode.DECODE
+
+    def steps(*rows):
+        batch = decode_batch(*rows, mode=mode)
+        batch.mamba_track_mask.zero_()
+        backend._forward_metadata(batch)
+        if drafts:
+            ring.keep(torch.zeros(len(rows), dtype=torch.int64), slots[list(rows)])
+
+    def prompts(*rows):
+        folds.clear()
+        rings._before_extend(None, runner, extend_batch(torch.tensor(rows)))
+        assert not ring.taken
+        assert not ring.lens[list(rows)].any()
+        return folds
+
+    ring.lens[1:] = 1  # of their last owners
+    pool.alloc_rows([1, 2, 3])
+    assert prompts(1, 2) == prompts(3, 0) == []
+    steps(1, 2)
+    ring.lens[3] = 1
+    pool.alloc_rows([3])  # another request's
+    assert prompts(3) == []  # while others decode
+    assert prompts(1) == [[1]]  # its session goes on
+    assert prompts(1) == []
+    steps(1, 2, 3)
+    if not drafts:
+        backend._forward_metadata(decode_batch(1))  # small: folds row 1, and the host forgets
+    assert ring.lens[3] == 1
+    assert prompts(2, 0) == [[2, 0]]
+    assert prompts(3, 2) == [[3, 2]]  # mixed: a row that has tokens, and a whole one
+    assert prompts(3, 2) == []
+    assert not ring.states[:, [0, 1, 2, 4, 7]].any()
+
+
 def test_a_small_batch_finds_states_whole():
     """Rows are folded once on the way down; an idle rank's batch folds none."""
     ring, folds = graphs_ring(heads=3 * HV), []
@@ -1023,7 +1079,10 @@ def test_a_small_batch_finds_states_whole():
 def test_triton_updates_lengths_as_torch(monkeypatch):
     """By Triton's interpreter; row 0 pads, and has no length. Guards lie behind the batch."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    kernels = importlib.import_module("gated_delta.integrations.sglang.records.ring_kernels")
+    engine = "gated_delta.integrations.engine"
+    kernels, lengths = map(
+        importlib.import_module, (f"{engine}.{x}" for x in ("ring_kernels", "ring_lengths"))
+    )
     monkeypatch.setattr(kernels, "BLOCK", 8)
     torch.manual_seed(0)
     for N, index in ((1, torch.int32), (8, torch.int64), (21, torch.int32)):
@@ -1032,7 +1091,7 @@ def test_triton_updates_lengths_as_torch(monkeypatch):
         for due, tokens in ((None, 0), (None, 15), (torch.rand(N) < 0.3, 15)):
             lens = 15 - torch.arange(41, dtype=torch.int32) % 3  # many are full
             both = []
-            for module in (rings.ring_lengths, kernels):
+            for module in (lengths, kernels):
                 now, step_rows = lens.clone(), torch.full((N + 3,), 77)
                 step_lens = torch.full((N + 3,), 77, dtype=torch.int32)
                 module.step(rows, slots, due, now, step_rows, step_lens, tokens=tokens)
@@ -1641,6 +1700,40 @@ def qwen3_next(tmp_path_factory):
     return result, by_transformers(model)
 
 
+@pytest.fixture(scope="session")
+def in_block_fp8(tmp_path_factory):
+    """A random Qwen3-Next of one linear and one attention layer, quantised as its FP8 release."""
+    import transformers
+    from safetensors.torch import load_file, save_file
+
+    torch.manual_seed(0)
+    heads = dict(num_attention_heads=1, num_key_value_heads=1, head_dim=128)
+    linear = dict(linear_num_key_heads=1, linear_num_value_heads=2)
+    linear |= dict(linear_key_head_dim=128, linear_value_head_dim=128)
+    sizes = dict(vocab_size=256, hidden_size=128, intermediate_size=128)
+    tokens = dict(pad_token_id=0, bos_token_id=1, eos_token_id=None, initializer_range=0.2)
+    config = transformers.Qwen3NextConfig(
+        num_hidden_layers=2, layer_types=["linear_attention", "full_attention"],
+        mlp_only_layers=[0, 1], full_attention_interval=2, max_position_embeddings=1024,
+        **heads, **linear, **sizes, **tokens,
+    )  # fmt: skip
+    result = tmp_path_factory.mktemp("models") / "qwen3_next_fp8"
+    transformers.Qwen3NextForCausalLM(config).bfloat16().save_pretrained(result)
+    tensors = load_file(result / "model.safetensors")
+    for name in [x for x in tensors if x.endswith("proj.weight") or "qkvz" in x]:
+        w = tensors[name].float().unflatten(1, (-1, 128)).unflatten(0, (-1, 128))
+        scale = w.abs().amax((1, 3), keepdim=True) / 448
+        values = (w / scale).to(torch.float8_e4m3fn).flatten(2).flatten(0, 1)
+        tensors |= {name: values, f"{name}_scale_inv": scale[:, 0, :, 0].contiguous()}
+    save_file(tensors, result / "model.safetensors", metadata=dict(format="pt"))
+    kept = ["lm_head", "model.layers.0.linear_attn.in_proj_ba"]
+    quantised = dict(quant_method="fp8", activation_scheme="dynamic", fmt="e4m3")
+    quantised |= dict(weight_block_size=[128, 128], modules_to_not_convert=kept)
+    config = json.loads((result / "config.json").read_text())
+    (result / "config.json").write_text(json.dumps(config | dict(quantization_config=quantised)))
+    return result
+
+
 class Run:
     """One engine: two rounds of the prompts, the second from the prefix cache."""
 
@@ -1874,9 +1967,29 @@ def test_engine_with_qwen3_next(drafts, qwen3_next, tmp_path):
     run = Run(model, tmp_path, engine, dict(GATED_DELTA_SGLANG_KVBUFFER=str(int(drafts))))
     assert run.tokens(0) == run.tokens(1) == tokens
     assert run.cached(1)[1] >= 128
-    steps = "GDN verify and norm on backend reference"
-    assert run.ran.keys() == ({steps, PREFILL} if drafts else BOTH)
-    run.looked_for_what_it_needs(unused="decode " if drafts else ())
+    steps = "verify and norm" if drafts else "decode and convolution and norm"
+    assert run.ran.keys() == {f"GDN {steps} on backend reference", PREFILL}
+    unused = dict(unused="decode ") if drafts else dict(maybe="decode ")
+    run.looked_for_what_it_needs(**unused)
+
+
+def test_engine_with_a_checkpoint_in_block_fp8(in_block_fp8, tmp_path):
+    """Tokens are those of the engine's quantiser behind our norm."""
+    engine = OURS | dict(mamba_radix_cache_strategy="extra_buffer", dtype="bfloat16")
+    runs = []
+    for quantises in (False, True):
+        folder = tmp_path / str(quantises)
+        folder.mkdir()
+        variables = dict(SGLANG_MAMBA_CONV_DTYPE="bfloat16")
+        variables |= dict(GATED_DELTA_SGLANG_QUANTISE=str(int(quantises)))
+        runs.append(Run(in_block_fp8, folder, engine, variables, block_fp8=True))
+        what = "norm in FP8" if quantises else "norm"
+        routes = {f"GDN {op} and {what} on backend reference" for op in ("decode", "prefill")}
+        assert runs[-1].ran.keys() == routes
+        runs[-1].looked_for_what_it_needs(maybe=("decode ", "prefill_norm ") if quantises else ())
+    for n in range(2):
+        assert runs[0].tokens(n) == runs[1].tokens(n)
+    assert len({tuple(x) for x in runs[0].tokens(0)}) == 3
 
 
 def test_engine_that_lacks_kernels_does_not_start(qwen3_5, tmp_path):

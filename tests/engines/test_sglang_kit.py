@@ -36,6 +36,11 @@ from sglang.srt.layers.attention.linear import kda_prefill_graph as prefill_grap
 from sglang.srt.layers.quantization import fp8, fp8_utils
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import (
+    enable_breakable_cuda_graph,
+)
+from sglang.srt.model_executor.runner_utils import prefill_graph as graph_scope
+from sglang.srt.model_executor.runner_utils.forward_batch import set_forward_batch
 from sglang.srt.models import qwen3_next
 from sglang.srt.models.glm5_next import Glm5NextLinearAttention
 from sglang.srt.models.kimi_linear import KimiDeltaAttention
@@ -465,6 +470,100 @@ def test_a_prompts_norm_with_rows_behind_its_tokens(kind, known, monkeypatch):
         o, routes = run(torch.nn.functional.pad(x, (1, 0))[:, 1:])
         assert routes == {f"{layers} prefill on backend {ROUTE}"}
         torch.testing.assert_close(o, expected, **NEAR)
+
+
+@pytest.mark.parametrize("refused", [False, True], ids=["ours", "the engine's"])
+def test_a_graph_that_breaks_at_whole_rows(refused, monkeypatch):
+    """A replay runs the break alone, on other rows than the capture: it normalises, z uncopied."""
+    kit, cases, _ = KITS["GDN"]
+    case = next(case for case in cases if "ragged" in case.name)
+    fixture = kit.build_gdn_attention_fixture(CASE, case, **SIZES)
+    (layer, x), batch, backend = (
+        layer_of(Qwen3GatedDeltaNet, fixture),
+        fixture.forward_batch,
+        fixture.backend,
+    )
+    cache, total, attn = kit._clone_gdn_cache(fixture), case.num_input_tokens, layer.attn
+    attn.activation = "silu"
+    expected, _ = run_layer("GDN", fixture, cache, layer, x)
+    monkeypatch.setattr(sglang_conv, "LEAST_TOKENS", 1)
+    sglang_conv.hook(backend.linear_attn_backend, [layer])
+    sglang_norm.hook(layer)
+    process.state.norms[attn.A_log].fp8 = True  # not in such a graph
+    batch.extend_num_tokens = batch.global_num_token_non_padded_cpu = total
+    at_break, breaks, norms = type(attn)._eager_linear_attention, [], []
+    layer.norm.register_forward_pre_hook(lambda *_: norms.append(len(breaks)))
+
+    def captured(_, *buffers):
+        breaks.append(buffers)
+        buffers[-1].zero_()
+
+    monkeypatch.setattr(type(attn), "_eager_linear_attention", captured)
+    if refused:
+        monkeypatch.setattr(sglang_kernels.api, "prefill", refuse)
+    else:
+        monkeypatch.setattr(sglang_conv, "copied", None)
+    with graph_scope.prefill_graph_scope(full_graph=False), enable_breakable_cuda_graph():
+        run_layer("GDN", fixture, cache, layer, torch.randn_like(x))
+        assert not norms  # the graph's own part has none
+        ((*inputs, output),) = breaks
+        rows, ba = layer._forward_input_proj(x)
+        b, a = ba.view(total, -1, 2).unbind(2)
+        for buffer, given in zip(inputs, (rows, a, b), strict=True):
+            buffer.copy_(given)
+        kit._restore_gdn_cache(fixture, cache)
+        context = ForwardContext(attn_backend=backend)
+        with torch.no_grad(), forward_context(context), set_forward_batch(batch):
+            backend.init_forward_metadata(batch)
+            at_break(attn, *inputs, output)
+    process.state.refused.clear()
+    assert len(norms) == 1
+    torch.testing.assert_close(layer.out_proj(output.reshape(total, -1))[0], expected, **NEAR)
+    route = "on the engine's own kernel (ours needs a test)" if refused else f"on backend {ROUTE}"
+    norm = "" if refused else " and norm"
+    assert f"GDN prefill{norm} {route}" in sglang_cpu.routes(process.state.calls)
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_decode_step_is_one_call(refused, monkeypatch):
+    """Qwen3-Next's, from its projection to its norm. If refused, the engine convolves a copy."""
+    kit, cases, _ = KITS["GDN"]
+    case = next(case for case in cases if case.forward_mode.is_decode())
+    create = kit.Mamba2StateShape.create  # the kit's convolution has two taps
+    of_four = lambda **sizes: create(**sizes | dict(conv_kernel=4))
+    monkeypatch.setattr(kit.Mamba2StateShape, "create", of_four)
+    fixture = kit.build_gdn_attention_fixture(CASE, case, **SIZES)
+    (layer, x), backend = layer_of(Qwen3GatedDeltaNet, fixture), fixture.backend
+    C = kit._conv_states(fixture).normal_().shape[1]
+    layer.attn.activation, layer.attn.conv_weights = "silu", torch.randn(C, 4).to(x)
+    cache = kit._clone_gdn_cache(fixture)
+    run = functools.partial(run_layer, "GDN", fixture, cache, layer)
+    expected, _ = run(x)
+    windows, states = kit._clone_gdn_cache(fixture)
+    linear, decode = backend.linear_attn_backend, sglang_conv.api.decode
+    sglang_conv.hook(linear, [layer])
+    sglang_norm.hook(layer)
+    if refused:
+        one = lambda *rows, **call: (refuse if "conv" in call else decode)(*rows, **call)
+        monkeypatch.setattr(sglang_conv.api, "decode", one)
+    for more in ("", " and norm") if refused else [" and convolution and norm"] * 2:
+        o, routes = run(x)
+        assert routes == {f"GDN decode{more} on backend {ROUTE}"}
+        torch.testing.assert_close(o, expected, **NEAR)
+        after = kit._clone_gdn_cache(fixture)
+        assert torch.equal(after[0], windows)
+        torch.testing.assert_close(after[1], states, **NEAR)
+    if not refused:  # padding of a graph
+        kit._restore_gdn_cache(fixture, cache)
+        slots = linear.forward_metadata.mamba_cache_indices
+        padding, slots[-1] = int(slots[-1]), -1
+        x[-1] = torch.nan
+        with torch.no_grad(), forward_context(ForwardContext(attn_backend=backend)):
+            o = layer.forward(hidden_states=x, forward_batch=fixture.forward_batch)
+        torch.testing.assert_close(o[:-1], expected[:-1], **NEAR)
+        assert not o[-1].any()
+        for pool, before in zip(kit._clone_gdn_cache(fixture), cache, strict=True):
+            assert torch.equal(pool[padding], before[padding])
 
 
 class Quantised(Projection):

@@ -37,6 +37,7 @@ PROMPTS = [
     list(b"class A:\n    def g(self):\n        pass\n")
     * 20,  # longer than a chunk of prefill: max_num_batched_tokens
 ]
+ONE_TOKEN = list(b"g")
 STEPS = 24
 NGRAM = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=4, prompt_lookup_min=1)
 
@@ -104,7 +105,7 @@ def run(
 def expected(model: Any) -> list[list[int]]:
     """transformers' greedy tokens, in fp32, a prompt at a time."""
     tokens = []
-    for prompt in PROMPTS:
+    for prompt in (*PROMPTS, ONE_TOKEN):
         # transformers' cache needs a layer of full attention.
         cached = model.config.model_type != "kimi_linear"
         options = dict(
@@ -258,8 +259,11 @@ def save(model: Any, directory: Path) -> None:
 
 
 class Model(NamedTuple):
+    """tokens: of PROMPTS. after_one: of ONE_TOKEN."""
+
     path: Path
     tokens: list[list[int]]
+    after_one: list[int]
 
 
 @pytest.fixture(scope="session")
@@ -271,7 +275,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
         if name not in result:
             torch.manual_seed(0)
             model, path = make(), tmp_path_factory.mktemp(name)
-            result[name] = Model(path, expected(model))
+            *tokens, after_one = expected(model)
+            result[name] = Model(path, tokens, after_one)
             save(model, path)
             if make in (glm5_next, ling, kimi_k3):
                 save_as(name, path)
@@ -876,18 +881,24 @@ def test_an_error_is_not_taken_for_a_refusal(tmp_path: Path) -> None:
     [(qwen3_5, False), (qwen3_next, True), (glm5_next, True), (ling, False), (kimi_k3, False)],
 )
 def test_drafts(make: Any, buffered: bool, models: Any, tmp_path: Path) -> None:
-    """Speculative decoding, with prefills too. vLLM's prefix cache with drafts needs Triton."""
+    """Speculative decoding, with prefills too. vLLM's prefix cache with drafts needs Triton.
+
+    vLLM pads the last prompt with drafts; the states' memory has NaN before.
+    """
     model = models(make)
-    answers = [prompt + tokens for prompt, tokens in zip(PROMPTS, model.tokens, strict=True)]
+    prompts, tokens = [*PROMPTS, ONE_TOKEN], [*model.tokens, model.after_one]
+    answers = [prompt + answer for prompt, answer in zip(prompts, tokens, strict=True)]
+    job = dict(prompts=prompts, answers=answers, poison=True)
     result = run(
         tmp_path,
         model.path,
-        job=dict(answers=answers) | (dict(preempt_every=5) if buffered else {}),
+        job=job | (dict(preempt_every=5) if buffered else {}),
         env=dict(GATED_DELTA_VLLM_KVBUFFER=str(int(buffered))),
         speculative_config=NGRAM,
         enable_prefix_caching=False,
+        max_num_seqs=len(PROMPTS),  # the last prompt starts beside decodes
     )
-    assert result.tokens == model.tokens
+    assert result.tokens == tokens
     assert {"drafts", "prefill+drafts"} <= set(result.batches)
     assert {"accepted 0", "accepted 1", "accepted 2", "accepted 3"} <= result.calls.keys()
     _all_on_gated_delta(result, "prefill", "drafts")

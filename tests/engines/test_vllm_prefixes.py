@@ -54,7 +54,7 @@ def test_every_hashed_block(
     ring, seed = "ring" in rows, int("room" in rows)  # 1: meets one-token rests
     runner = Saving(monkeypatch, seed, **COMMON | CASES[case] | rows)
     runner.serve(25 if ring else 40)
-    rare = {"aborted", "preempted", "one-token rest", "one-token part"}
+    rare = {"aborted", "preempted", "one-token rest", "one-token part", "padded prompt"}
     rare |= {"past a block", "short of a block", "end of a block"} if ring else {"went on"}
     assert [x for x, n in runner.seen.items() if not n and x not in rare] == []
     assert runner.seen["checked"] > 1000
@@ -71,6 +71,27 @@ def test_drafts_of_kimi_k3(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     met = {"part of a prompt", "beside a prompt", "idle"}
     met |= {"one-token part"} if case == "uncached" else {"hit", "past a block", "checked"}
     assert [x for x in met if not runner.seen[x]] == []
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(room=16),
+        dict(asynchronous=True),
+        dict(channels=True, enable_prefix_caching=False),
+        dict(k3=True),
+        dict(slots=True),
+        dict(slots=True, enable_prefix_caching=False),
+    ],
+    ids=str,
+)
+def test_padded_prompts(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM pads a prompt of one token with drafts; nobody has written the states before."""
+    runner = Saving(monkeypatch, 0, **COMMON | CASES["block"] | options)
+    add = runner.add
+    monkeypatch.setattr(runner, "add", lambda name, text, *rest: add(name, text[-1:], *rest))
+    runner.serve(12)
+    assert runner.seen["padded prompt"] > 3
 
 
 class Faulty:

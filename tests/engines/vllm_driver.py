@@ -274,6 +274,20 @@ def abort_at(step):
     LLMEngine.step = leave
 
 
+def poison():
+    """Fills the states' memory with NaN, but for vLLM's null block."""
+    from vllm.model_executor.layers.mamba.abstract import MambaBase
+
+    bind = MambaBase.bind_kv_cache
+
+    def poisoned(self, kv_cache):
+        bind(self, kv_cache)
+        for states in self.kv_cache:
+            states[1:].fill_(torch.nan)
+
+    MambaBase.bind_kv_cache = poisoned
+
+
 def rank(worker):
     """The report of a worker's process."""
     from gated_delta.integrations import vllm as plugin
@@ -325,6 +339,8 @@ def main():
         preempt_every(job["preempt_every"])
     if "abort_at" in job:
         abort_at(job["abort_at"])
+    if "poison" in job:
+        poison()
     if "fail" in job:
         fail(job["fail"])
     if "refuse" in job:

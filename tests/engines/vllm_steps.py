@@ -29,6 +29,7 @@ class Steps:
     tables = 1
     """Block tables of states."""
     shapes = (3, 8), (4, 16, 8)
+    draft_blocks = 0
 
     def __init__(self, block: int, unit: int | None = None, **options: Any):
         from vllm.engine.arg_utils import EngineArgs
@@ -55,6 +56,7 @@ class Steps:
             shapes=self.shapes,
             dtypes=(torch.float32, torch.float32),
             mamba_cache_mode=cache.mamba_cache_mode,
+            num_speculative_blocks=self.draft_blocks,
         )
         specs = dict(attention=attention) | {f"states {n}": states for n in range(self.tables)}
         groups = [kv.KVCacheGroupSpec(self.names(name), spec) for name, spec in specs.items()]
@@ -196,10 +198,12 @@ SEEN = (
     "past a block",
     "short of a block",
     "went on",
+    "padded prompt",
     "checked",
 )
 """What a run meets. hit: of a cached prefix. idle: a dummy batch. went on: with more input. past,
-short of: drafts end in the next block, and the accepted ones do or do not."""
+short of: drafts end in the next block, and the accepted ones do or do not. padded prompt: of one
+token, with drafts."""
 
 
 NEAR = dict(rtol=1e-4, atol=1e-5)
@@ -247,7 +251,8 @@ class Copies:
 
     def compute_aligned_state_indices(self, lens: torch.Tensor, n: int) -> torch.Tensor:
         columns = ((lens[:n] - 1) // self.runner.block).clamp(min=0).long()
-        return torch.stack([t[:n].gather(1, columns[:, None]) for t in self.runner.in_batch])
+        columns = columns[:, None] + torch.arange(1 + self.runner.draft_blocks)
+        return torch.stack([t[:n].gather(1, columns) for t in self.runner.in_batch])
 
     def copy(self, request: int, source: int, to: int, bias: int) -> None:
         for table in self.runner.by_request:
@@ -298,8 +303,8 @@ class Runner(Steps):
     """Two block tables of two linear layers each, served in steps; drafts are random.
 
     accept: the share of drafts that the model accepts. ring: tokens of a row of decode's ring, and
-    no drafts. room: tokens of a row in which drafts stay; 0: they do not. channels: KDA's layers.
-    k3: Kimi K3's, of channels too.
+    no drafts. room: tokens of a row in which drafts stay; 0: they do not. slots: a block for each
+    draft, and no KVBuffer. channels: KDA's layers. k3: Kimi K3's, of channels too.
     """
 
     tables = 2
@@ -312,9 +317,11 @@ class Runner(Steps):
         self.monkeypatch = monkeypatch
         self.asynchronous = options.pop("asynchronous", False)
         self.ring, self.k3 = options.pop("ring", 0), options.pop("k3", False)
+        self.slots = options.pop("slots", False)
         self.truth = Truth(options.pop("channels", self.k3))
         self.room, self.drafts = options.pop("room", 0), 0 if self.ring else 3
         self.shapes = (WIDTH - 1 + self.drafts, self.truth.width), (HV, V, K)
+        self.draft_blocks = self.drafts * self.slots
         method = "ngram_gpu" if self.asynchronous else "ngram"
         ngram = dict(method=method, num_speculative_tokens=self.drafts, prompt_lookup_max=2)
         ngram |= dict(prompt_lookup_min=1)
@@ -325,7 +332,7 @@ class Runner(Steps):
         self.states = torch.full((2, P, HV, V, K), torch.nan)
         self.windows = torch.full((2, P, *self.shapes[0]), torch.nan)
         self.states[:, 0] = self.windows[:, 0] = 0
-        columns = -(-self.config.model_config.max_model_len // self.block)
+        columns = -(-self.config.model_config.max_model_len // self.block) + self.draft_blocks
         self.by_request = [torch.zeros(R, columns, dtype=torch.int32) for _ in range(2)]
         self.in_batch = [torch.zeros(2 * R, columns, dtype=torch.int32) for _ in range(2)]
         self.req_states, self.requests = Requests(R), {}
@@ -368,7 +375,7 @@ class Runner(Steps):
         from vllm.v1.worker.gpu.model_states import default, mamba_hybrid
 
         from gated_delta import problem
-        from gated_delta.integrations.vllm import checking, commit, layers, ring
+        from gated_delta.integrations.vllm import checking, commit, layers, padded, ring
 
         base, kind = default.DefaultModelState, mamba_hybrid.MambaHybridModelState
         monkeypatch.setattr(base, "__init__", default.ModelState.__init__)
@@ -376,17 +383,22 @@ class Runner(Steps):
             monkeypatch.setattr(base, name, lambda *_: None)
         for name in ("__init__", "add_request", "preprocess_state", "prepare_attn"):
             monkeypatch.setattr(kind, name, getattr(kind, name))
+        if self.drafts:
+            padded.verify_from_zeros.__wrapped__(True)
         runner = model_runner.GPUModelRunner
         monkeypatch.setattr(runner, "add_requests", runner.add_requests)
         if self.ring or self.room:
             ring.follow_requests.__wrapped__()
-        if not self.ring:
+        if not self.ring and not self.slots:
             commit.at_recoverssm_seam.__wrapped__()
         if problem.CHECK:
             monkeypatch.setattr(kind, "postprocess_state", kind.postprocess_state)
             monkeypatch.setattr(layers, "api", layers.api)
             checking.hook.__wrapped__(layers)
+        cache = self.config.cache_config
+        block, cache.mamba_block_size = cache.mamba_block_size, 1  # vLLM sets it later
         self.model = kind(self.config, None, None, torch.device("cpu"))
+        cache.mamba_block_size = block
         self.model._mamba_ctx = Copies(self)
         self.worker = SimpleNamespace(
             vllm_config=self.config,
@@ -431,14 +443,16 @@ class Runner(Steps):
                 windows = self.windows[n].mT
                 vars(layer).update(**weights, prefix=name, sizes=(truth.H, HV, V, K), refused={})
                 vars(layer).update(kv_cache=(self.windows[n], self.states[n]), num_spec=self.drafts)
-                vars(layer).update(buffered=not self.ring, ring=self.ring, rows=shared)
+                buffered = not self.ring and not self.slots
+                vars(layer).update(buffered=buffered, ring=self.ring, rows=shared)
                 vars(layer).update(room=self.room)
                 vars(layer).update(fuses_norm=False, deterministic=False, gate_lower_bound=BOUND)
                 vars(layer).update(builder=None, aligned=False, _metadata=metadata)
                 vars(layer)["_convolution"] = lambda w=windows, x=weight: (w, x, None, "silu")
-                layer.kvbuffer = layer.buffer(rows, "cpu")
-                for x in vars(layer.kvbuffer).values():
-                    x.fill_(torch.nan)
+                if not self.slots:
+                    layer.kvbuffer = layer.buffer(rows, "cpu")
+                    for x in vars(layer.kvbuffer).values():
+                        x.fill_(torch.nan)
         return list(layers.values())
 
     def metadata(self, name: str) -> Any:
@@ -478,7 +492,8 @@ class Runner(Steps):
         drafts = [len(batch.scheduled_spec_decode_tokens.get(name, ())) for name in names]
         if not self.asynchronous:
             for name, request in zip(names, requests, strict=True):
-                request.drafts = list(batch.scheduled_spec_decode_tokens.get(name, ()))
+                proposed = batch.scheduled_spec_decode_tokens.get(name, ())
+                request.drafts = [max(token, 0) for token in proposed]  # vLLM's padding is 0
         lens = [batch.num_scheduled_tokens[name] for name in names]
         rows = torch.tensor([request.row for request in requests])
         for by_request, in_batch in zip(self.by_request, self.in_batch, strict=True):
@@ -541,6 +556,7 @@ class Runner(Steps):
             s, B = len(text) - n, self.block
             self.seen["part of a prompt"] += not answer
             self.seen["one-token part"] += not answer and s == 1 and n > 0
+            self.seen["padded prompt"] += first and k > 0 and n == 0
             if k and not first:
                 end = n + len(answer)
                 self.seen["end of a block"] += end % B == 0
@@ -612,7 +628,12 @@ class Runner(Steps):
             row, known = self.req_states.req_id_to_index[new.req_id], new.num_computed_tokens
             tokens = list(new.prefill_token_ids)
             self.requests[new.req_id] = SimpleNamespace(
-                row=row, tokens=tokens, prefill=len(tokens), known=known, drafts=[], columns=0
+                row=row,
+                tokens=tokens,
+                prefill=len(tokens),
+                known=known,
+                drafts=[0] * self.drafts,
+                columns=0,
             )
             self.computed[row] = known
             self.seen["hit"] += known > 0

@@ -28,7 +28,7 @@ from __future__ import annotations
 import functools
 import warnings
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -125,21 +125,17 @@ def chunk_gated_delta_rule(
         _refuse(f"states in fp8 ({name})", x is not None and tensor(name, x).dtype in _FP8)
     N = sequences(cu_seqlens, q.device)
     assert cu_seqlens is not None
-    if state_indices is not None:
-        sequence_slots("state_indices", state_indices, N, q.device)
-        if output_state is None and output_final_state:
-            raise ValueError(
-                "output_state: expected a pool with state_indices and output_final_state, got None"
-            )
     read: dict[str, object] = dict(q=q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias)
     read |= dict(cu_seqlens=cu_seqlens, state_indices=state_indices)
     k, v = _head_for_each_query_head(q, k, v)
+    states = _States(initial_state, output_state, state_indices, (N, *v.shape[1:], q.shape[2]))
+    states.check(q.device, output_final_state)
     g, gate = _prefill_gate(v, g, gate_domain, use_gate_in_kernel, A_log, dt_bias)
     if beta is None:
         if beta_is_logit:
             raise ValueError("beta: expected logits with beta_is_logit=True, got None")
         beta = v.new_ones(v.shape[:2], dtype=torch.float32)
-    tokens: dict[str, Any] = dict(
+    call: dict[str, Any] = dict(
         q=q[None],
         k=k[None],
         v=v[None],
@@ -153,73 +149,16 @@ def chunk_gated_delta_rule(
         max_seqlen=max_seqlen,
         out=None if output is None else tensor("output", output)[None],
     )
-    shape = [N, *v.shape[1:], q.shape[2]]
-    in_place = (
-        initial_state is not None
-        and output_state is not None
-        and checks.same(initial_state, output_state)
-    )
-    apart = output_state is not None and initial_state is not None and not in_place
-    _refuse(
-        "writing by index another pool than it reads (state_indices, output_state)",
-        apart and state_indices is not None,
-    )
-    if apart:
-        checks.copy_target(
-            "output_state", output_state, "N, HV, V, K", shape, q.device, STATE_DTYPES
-        )
     read |= dict(checkpoint_cu_starts=checkpoint_cu_starts) | (
-        {} if in_place else dict(initial_state=initial_state)
+        {} if states.in_place else dict(initial_state=initial_state)
     )
-    at_intervals = _checkpoints(
-        state_checkpoints, checkpoint_cu_starts, checkpoint_every_n_tokens, cu_seqlens, v, shape
+    call |= _checkpoints(
+        state_checkpoints, checkpoint_cu_starts, checkpoint_every_n_tokens, cu_seqlens, v, states
     )
     checks.check_writes(
         dict(output=output, output_state=output_state, state_checkpoints=state_checkpoints), read
     )
-
-    def run(**states: Any) -> tuple[Tensor, Tensor | None]:
-        pool = states.get("state")
-        target, dtype = state_checkpoints, torch.float32 if pool is None else pool.dtype
-        if not at_intervals or target is None:
-            return prefill(**tokens, **states)
-        if target.dtype == dtype:
-            return prefill(**tokens, **states, **at_intervals, checkpoints=target)
-        converted = target.to(dtype)
-        result = prefill(**tokens, **states, **at_intervals, checkpoints=converted)
-        target.copy_(rounded(converted, target.dtype))
-        return result
-
-    fresh = torch.zeros(N, dtype=torch.bool, device=q.device) if initial_state is None else None
-    final_state = output_state
-    if output_state is not None and not apart:
-        if state_indices is None:
-            _slot_each("output_state", output_state, N)
-        if initial_state is None:
-            state_indices = _slots_with_tokens(state_indices, cu_seqlens)
-        o, _ = run(state=output_state, state_indices=state_indices, has_initial_state=fresh)
-    elif state_indices is not None:
-        if initial_state is None:
-            copies = v.new_empty(shape, dtype=torch.float32)
-            slots = checks.slots_in_order(state_indices)
-        else:
-            copies, slots = checks.gather(
-                "initial_state", initial_state, "P, HV, V, K", "state_indices", state_indices
-            )
-        o, _ = run(state=copies, state_indices=slots, has_initial_state=fresh)
-    else:
-        # fp32: a new final state has its dtype, and FlashInfer's is fp32.
-        start = (
-            None
-            if initial_state is None
-            else tensor("initial_state", initial_state, STATE_DTYPES).float()
-        )
-        o, final_state = run(initial_state=start, output_final_state=output_final_state or apart)
-        if output_state is not None and final_state is not None:
-            rows = torch.where(
-                _has_tokens(cu_seqlens)[:, None, None, None], final_state, output_state
-            )
-            final_state = output_state.copy_(rounded(rows, output_state.dtype))
+    o, final_state = states.prefill(call, output_final_state)
     o = o[0] if output is None else output
     return (o, final_state) if output_final_state and final_state is not None else o
 
@@ -432,14 +371,7 @@ def recurrent_kda(
         qk_l2norm=use_qk_l2norm_in_kernel, beta_logits=beta_is_logit, cu_seqlens=cu_seqlens,
     )  # fmt: skip
     if disable_state_update:
-        for name, on in (
-            ("output_final_state", output_final_state),
-            ("num_accepted_tokens", num_accepted_tokens is not None),
-        ):
-            if on:
-                raise ValueError(
-                    f"{name}: expected none with disable_state_update=True, got a value"
-                )
+        _refuse_updates(output_final_state, num_accepted_tokens)
         pool = initial_state if initial_state_source is None else initial_state_source
         slots = ssm_state_indices if initial_state_indices is None else initial_state_indices
         if pool is None:
@@ -452,9 +384,6 @@ def recurrent_kda(
         return _decode(output, **tokens, state=pool, state_indices=slots, update_state=False), None
 
     steps = _steps(q, N, cu_seqlens, ssm_state_indices, num_spec_tokens)
-    slots = ssm_state_indices
-    if slots is None and num_spec_tokens is not None:
-        slots = torch.arange(N * steps, device=q.device).view(N, steps)
     if num_spec_tokens is None:
         absent("num_accepted_tokens", num_accepted_tokens, "without num_spec_tokens")
     if (initial_state_source is None) != (initial_state_indices is None):
@@ -466,47 +395,113 @@ def recurrent_kda(
             "a pool as large as the largest index (ssm_state_indices without initial_state)",
             ssm_state_indices is not None,
         )
-        initial_state = v.new_zeros(
-            N * steps, v.shape[2], v.shape[3], q.shape[3], dtype=torch.bfloat16
-        )
+        shape = N * steps, *v.shape[2:], q.shape[3]
+        initial_state = v.new_zeros(shape, dtype=torch.bfloat16)
     if ssm_state_indices is None:
         _slot_each("initial_state", initial_state, N * steps)
-    arguments: dict[str, Any]
-    if initial_state_indices is not None:
+    drafts = num_spec_tokens is not None
+    if initial_state_source is not None and initial_state_indices is not None:
         sequence_slots("initial_state_indices", initial_state_indices, N, q.device)
-    if initial_state_source is None or initial_state_indices is None:
-        arguments = dict(state=initial_state, state_indices=slots, num_accepted=num_accepted_tokens)
-    elif checks.same(tensor("initial_state_source", initial_state_source), initial_state):
-        if slots is None:
-            slots = torch.arange(N, device=q.device)
-        if slots.ndim == 2:
-            arguments = _token_slots(slots, initial_state_indices, N, steps)
-        else:
-            sequence_slots("ssm_state_indices", slots, N, q.device)
-            into = slots if cu_seqlens is None else _slots_with_tokens(slots, cu_seqlens)
-            arguments = dict(state_indices=initial_state_indices, write_indices=into)
-        arguments["state"] = initial_state
+        states = _from_source(
+            initial_state_source, initial_state_indices, initial_state, ssm_state_indices,
+            q, cu_seqlens, steps, drafts,
+        )  # fmt: skip
     else:
-        # Slots in order are decode's intermediate states, which may belong to another pool.
-        indexed = ssm_state_indices is not None
-        _refuse(
-            "writing by index another pool than it reads (initial_state_source, ssm_state_indices)",
-            indexed,
-        )
-        several = num_spec_tokens is None and q.shape[1] > (N if cu_seqlens is not None else 1)
-        _refuse(
-            "several tokens from one pool to another "
-            "(initial_state_source without num_spec_tokens)",
-            several,
-        )
-        in_order = initial_state[: N * steps].unflatten(0, (N, steps))
-        arguments = dict(state=initial_state_source, state_indices=initial_state_indices)
-        arguments |= dict(intermediate_states=in_order, update_state=False)
-    o = _decode(output, **tokens, **arguments)
+        slots = ssm_state_indices
+        if slots is None and drafts:
+            slots = torch.arange(N * steps, device=q.device).view(N, steps)
+        states = dict(state=initial_state, state_indices=slots, num_accepted=num_accepted_tokens)
+    o = _decode(output, **tokens, **states)
     return o, initial_state if output_final_state else None
 
 
 # ------------------------------------------------------------------------------------------ shared
+
+
+class _States(NamedTuple):
+    """The states of a prefill, as its caller gives them. shape: N, HV, V, K."""
+
+    initial: Tensor | None
+    output: Tensor | None
+    indices: Tensor | None
+    shape: tuple[int, ...]
+
+    @property
+    def in_place(self) -> bool:
+        if self.initial is None or self.output is None:
+            return False
+        return checks.same(self.initial, self.output)
+
+    @property
+    def apart(self) -> bool:
+        """Whether final states are computed apart and copied to output."""
+        return self.initial is not None and self.output is not None and not self.in_place
+
+    def check(self, device: torch.device, returned: bool) -> None:
+        """returned: whether the call returns final states."""
+        if self.indices is not None:
+            sequence_slots("state_indices", self.indices, self.shape[0], device)
+            if self.output is None and returned:
+                raise ValueError(
+                    "output_state: expected a pool with state_indices and output_final_state, "
+                    "got None"
+                )
+        if not self.apart:
+            return
+        _refuse(
+            "writing by index another pool than it reads (state_indices, output_state)",
+            self.indices is not None,
+        )
+        checks.copy_target(
+            "output_state", self.output, "N, HV, V, K", self.shape, device, STATE_DTYPES
+        )
+
+    def prefill(self, call: dict[str, Any], returned: bool) -> tuple[Tensor, Tensor | None]:
+        """prefill's outputs, and the final states."""
+        v, cu_seqlens, slots = call["v"][0], call["cu_seqlens"], self.indices
+        fresh = None
+        if self.initial is None:
+            fresh = torch.zeros(self.shape[0], dtype=torch.bool, device=v.device)
+        if self.output is not None and not self.apart:
+            if slots is None:
+                _slot_each("output_state", self.output, self.shape[0])
+            if self.initial is None:
+                slots = _slots_with_tokens(slots, cu_seqlens)
+            options = dict(state_indices=slots, has_initial_state=fresh)
+            return _prefill(call, state=self.output, **options)[0], self.output
+        if slots is not None:
+            if self.initial is None:
+                copies = v.new_empty(self.shape, dtype=torch.float32)
+                slots = checks.slots_in_order(slots)
+            else:
+                copies, slots = checks.gather(
+                    "initial_state", self.initial, "P, HV, V, K", "state_indices", slots
+                )
+            options = dict(state_indices=slots, has_initial_state=fresh)
+            return _prefill(call, state=copies, **options)[0], None
+        # fp32: a new final state has its dtype, and FlashInfer's is fp32.
+        start = None
+        if self.initial is not None:
+            start = tensor("initial_state", self.initial, STATE_DTYPES).float()
+        wanted = returned or self.apart
+        o, final_state = _prefill(call, initial_state=start, output_final_state=wanted)
+        if self.output is not None and final_state is not None:
+            live = _has_tokens(cu_seqlens)[:, None, None, None]
+            rows = torch.where(live, final_state, self.output)
+            final_state = self.output.copy_(rounded(rows, self.output.dtype))
+        return o, final_state
+
+
+def _prefill(call: dict[str, Any], **states: Any) -> tuple[Tensor, Tensor | None]:
+    """gated_delta.prefill; its checkpoints are converted if their dtype is not the states'."""
+    pool, target = states.get("state"), call.get("checkpoints")
+    dtype = torch.float32 if pool is None else pool.dtype
+    if target is None or target.dtype == dtype:
+        return prefill(**call, **states)
+    converted = target.to(dtype)
+    result = prefill(**call | dict(checkpoints=converted), **states)
+    target.copy_(rounded(converted, target.dtype))
+    return result
 
 
 def _decode(output: Tensor | None, **arguments: Any) -> Tensor:
@@ -520,6 +515,47 @@ def _decode(output: Tensor | None, **arguments: Any) -> Tensor:
         dict(output=output), dict(A_log=gate.A_log, dt_bias=gate.dt_bias, **arguments)
     )
     return output.copy_(decode(**arguments))
+
+
+def _refuse_updates(output_final_state: bool, num_accepted_tokens: Tensor | None) -> None:
+    for name, on in (
+        ("output_final_state", output_final_state),
+        ("num_accepted_tokens", num_accepted_tokens is not None),
+    ):
+        if on:
+            raise ValueError(f"{name}: expected none with disable_state_update=True, got a value")
+
+
+def _from_source(
+    source: Tensor, reads: Tensor, pool: Tensor, slots: Tensor | None,
+    q: Tensor, cu_seqlens: Tensor | None, steps: int, drafts: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """decode's arguments that read slots reads[n] of source and write `steps` slots each of pool.
+
+    slots: ssm_state_indices. drafts: the state after each token goes to a slot.
+    """
+    N = len(reads)
+    if checks.same(tensor("initial_state_source", source), pool):
+        if slots is None:
+            slots = torch.arange(N * steps if drafts else N, device=q.device)
+            slots = slots.view(N, steps) if drafts else slots
+        if slots.ndim == 2:
+            return _token_slots(slots, reads, N, steps) | dict(state=pool)
+        sequence_slots("ssm_state_indices", slots, N, q.device)
+        into = slots if cu_seqlens is None else _slots_with_tokens(slots, cu_seqlens)
+        return dict(state=pool, state_indices=reads, write_indices=into)
+    # Slots in order are decode's intermediate states, which may belong to another pool.
+    _refuse(
+        "writing by index another pool than it reads (initial_state_source, ssm_state_indices)",
+        slots is not None,
+    )
+    _refuse(
+        "several tokens from one pool to another (initial_state_source without num_spec_tokens)",
+        not drafts and q.shape[1] > (N if cu_seqlens is not None else 1),
+    )
+    in_order = pool[: N * steps].unflatten(0, (N, steps))
+    states = dict(intermediate_states=in_order, update_state=False)
+    return dict(state=source, state_indices=reads, **states)
 
 
 def _token_slots(writes: Tensor, reads: Tensor, N: int, T: int) -> dict[str, Tensor | None]:
@@ -690,7 +726,7 @@ def _checkpoints(
     every: int,
     cu_seqlens: Tensor,
     v: Tensor,
-    shape: list[int],
+    states: _States,
 ) -> dict[str, Any]:
     """prefill's arguments for the states after every `every` tokens; empty for none."""
     if integer("checkpoint_every_n_tokens", every) < 0 or every % CHECKPOINT_INTERVAL:
@@ -705,9 +741,9 @@ def _checkpoints(
             absent(name, x, "without checkpoint_every_n_tokens")
     if checkpoints is None or starts is None:
         return {}
-    N, device = shape[0], v.device
+    N, device = states.shape[0], v.device
     rank("state_checkpoints", checkpoints, "R, HV, V, K")
-    rows = [len(checkpoints), *shape[1:]]
+    rows = [len(checkpoints), *states.shape[1:]]
     checks.copy_target("state_checkpoints", checkpoints, "R, HV, V, K", rows, device, STATE_DTYPES)
     if list(tensor("checkpoint_cu_starts", starts, INDEX_DTYPES).shape) != [N + 1]:
         raise ValueError(
@@ -719,7 +755,8 @@ def _checkpoints(
         return {}
     order = torch.arange(per_sequence, device=device)
     lens = torch.where(order < cu_seqlens.diff()[:, None] // every, (order + 1) * every, -1)
-    return dict(checkpoint_lens=lens, checkpoint_indices=starts[:-1, None] + order)
+    indices = starts[:-1, None] + order
+    return dict(checkpoint_lens=lens, checkpoint_indices=indices, checkpoints=checkpoints)
 
 
 def _backend(backend: str, native: tuple[str, ...], foreign: tuple[str, ...]) -> None:

@@ -35,6 +35,9 @@ TOKEN_STRIDES = dict(
     q="nth", k="nth", v="nth", g="nthc", beta="nth", o="nthc", A_log="h", dt_bias="hc"
 )
 BUFFER_STRIDES = dict(buffer_u="rth", buffer_k="rth")
+GROUPED = dict(v="v", z="z", g="g", beta="b")
+"""decode with a convolution: tensors by value head, which may lie by q/k head, and the letters of
+their strides between value heads of a q/k head; the stride of h is then that of q/k heads."""
 NORM_STRIDES = dict(z="nth", norm_weight="c")
 FP8_STRIDES = dict(out_scales="nth")
 
@@ -67,6 +70,9 @@ DecodeStrides = strides_type(
     buffer_lens="n",
     **NORM_STRIDES,
     **FP8_STRIDES,
+    conv_bias="c",
+    windows="pcl",
+    grouped="vzgb",
 )
 VerifyStrides = strides_type(
     "VerifyStrides",
@@ -139,6 +145,9 @@ class DecodePointers(NamedTuple):
     norm_weight: int  # [V]
     o: int  # [N, T, HV, V]
     out_scales: int  # [N, T, HV], or one number
+    conv_weight: int  # [C, 4], contiguous; C channels of q | k | v
+    conv_bias: int  # [C]
+    windows: int  # [P, C, 3]
 
 
 class DecodeSizes(NamedTuple):
@@ -187,6 +196,13 @@ class DecodeSizes(NamedTuple):
     """Whether the activation of z is sigmoid rather than silu."""
     out_scales_given: int
     """Whether out_scales is one number, read; else there is one per token and head, written."""
+    conv_key_channels: int
+    """Channels of q, or of k: H * K."""
+    conv_group: int
+    """Value heads per q/k head."""
+    conv_bias_kind: int
+    conv_silu: int
+    """Whether the convolution has an activation."""
 
 
 # ---------------------------------------------------------------- verify and flush

@@ -19,6 +19,9 @@ With `history` the state lacks the tokens of a buffer row (device/history.py): b
 come k_restored, its products with k and q, and a second barrier. Each lane adds its share of the
 row's tokens to S k and S q. u, k and the log decay are stored in the row; if the row is full, it is
 folded into the state and the token follows it.
+
+With `conv` a single token's q, k and v are raw (device/conv.py): behind the loads of the windows
+each thread convolves its channels, and a barrier lets the first warp read q and k.
 """
 
 from typing import Any, NamedTuple
@@ -38,6 +41,7 @@ from .arguments import (
 )
 from .device import arithmetic, levels, ptx
 from .device.args import Args, offset, tensor_at, typed
+from .device.conv import Conv, NoConv
 from .device.history import History, buffer_address, decayed, store_buffer_k
 from .device.history_layout import HistoryLayout
 from .device.norm import GatedNorm, NoNorm
@@ -121,6 +125,11 @@ class Facts(NamedTuple):
     prefetch_chunks: int = 0
     bulk: bool = False
     history: bool = False
+    conv: str = ""
+    """The dtype of the weights of the convolution of q, k and v; empty without one."""
+    conv_bias: bool = False
+    conv_group: int = 1
+    """Value heads per q/k head: their CTAs form a cluster."""
 
 
 class Decode:
@@ -158,6 +167,11 @@ class Decode:
             tokens = 1 if f.single_token else TOKEN_TILES[-1]
             sizes = f.threads, tokens, self.lanes_per_sum, self.record
             self.norm = GatedNorm(f.V, self.v_tiles, self.tokens.dtype, *sizes, f.fp8)
+        self.convolves, self.conv = bool(f.conv), NoConv()
+        if self.convolves:
+            self.conv = Conv(self.state, self.tokens, f, self.cta_rows, self.v_offset)
+            self.norm.join(self.conv.group)
+            self.cluster = (self.conv.ctas, 1, 1) if self.conv.ctas > 1 else None
         self.token_words = self.record + self.norm.token_words
         if f.history:
             offset = -(-(self.token_words + self.norm.barrier_words) // 4) * 4
@@ -172,7 +186,7 @@ class Decode:
         self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream
     ):
         words = self.past.shared_words(self.token_words * size.T + self.norm.barrier_words, size)
-        unused = (*self.norm.unused, *self.past.unused)
+        unused = (*self.norm.unused, *self.past.unused, *self.conv.unused)
         ptr, stride, size = (without(x, *unused) for x in (ptr, stride, size))
         self.kernel(ptr, scale, bound, stride, size).launch(
             grid=sequence_grid(self.v_tiles * size.HV, size.N),
@@ -258,6 +272,10 @@ class Decode:
     def load(self, draft, slots):
         """Issue the loads of the first tokens, the buffer's row and the first chunk's rows."""
         thread = draft.coord.thread
+        if self.convolves:
+            gates, z = self.load_gates(draft), self.norm.load_first(draft)
+            conv = self.conv.load(draft, slots)
+            return Loaded(None, gates, None, self.load_rows(draft, slots), None, z, conv)
         qk = self.tokens.load_qk(draft, thread // self.lanes)
         gates = self.load_gates(draft)
         v = [self.load_v(draft, i) for i in self.v_elements(thread, self.v_loads)]
@@ -274,17 +292,21 @@ class Decode:
     def decode(self, draft, slots, loaded, o_at):
         """All tokens of an active sequence. o_at: address of token 0, o_row of the first chunk."""
         self.norm.init_barrier(draft)
-        more = not self.single_token
-        self.tokens.stage_qk(draft, self.groups, more, loaded.qk, self.store_qk)
-        self.stage_gates(draft, loaded.gates)
-        self.stage_v(draft, loaded.v)
-        self.norm.stage(draft, loaded.z)
+        if self.convolves:
+            self.stage_convolved(draft, loaded)
+        else:
+            more = not self.single_token
+            self.tokens.stage_qk(draft, self.groups, more, loaded.qk, self.store_qk)
+            self.stage_gates(draft, loaded.gates)
+            self.stage_v(draft, loaded.v)
+            self.norm.stage(draft, loaded.z)
         rState = cute.make_rmem_tensor((4 * self.state.vectors, self.rows), Uint32)
         self.state.store_registers(rState, loaded.state)
         later = self.past.stage_decays(draft, loaded.past)
         cute.arch.sync_threads()
         self.past.stage(draft, self.padded_K, self.decay_offset, later)
         self.norm.wait_for_cluster()
+        self.conv.finish(draft, slots, loaded.conv)
         for i in range(self.chunks):
             chunk, next_rows = self.chunk(draft, i), None
             if i + 1 < self.chunks:
@@ -294,6 +316,14 @@ class Decode:
             if next_rows is not None:
                 self.state.store_registers(rState, next_rows)
         self.norm.finish(draft, self.tokens.o_address(draft.args, draft.coord))
+
+    def stage_convolved(self, draft, loaded):
+        """Write the records from raw q, k and v: the windows come last."""
+        self.stage_gates(draft, loaded.gates)
+        self.norm.stage(draft, loaded.z)
+        self.conv.stage(draft, loaded.conv)
+        cute.arch.sync_threads()
+        self.tokens.stage_qk(draft, self.groups, False, None, self.store_convolved)
 
     def chunk_o(self, args, o_at, i):
         return o_at + offset(i * self.chunk_rows, args.stride.o_c) if i else o_at
@@ -395,6 +425,15 @@ class Decode:
     def store_qk(self, draft, t, qk):
         """Write a token's k.q, normalised k, normalised and scaled q."""
         q, k = [ptx.unpack(words, self.tokens.dtype) for words in qk]
+        self.store_key(draft, t, q, k)
+
+    def store_convolved(self, draft, t, _):
+        """store_qk of the only token's convolved q and k, which lie in its record."""
+        at = draft.shared, draft.shared + self.padded_K
+        self.store_key(draft, t, *(self.state.load_shared(x, draft.coord) for x in at))
+
+    @cute.jit
+    def store_key(self, draft, t, q, k):
         kq = arithmetic.sum_lanes(arithmetic.dot(k, q), self.lanes)
         q_scale, k_scale = self.tokens.qk_scales(draft.args, q, k)
         if t < draft.length:

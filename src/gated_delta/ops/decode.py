@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from .. import compile, reference
 from ..gpus import H200, Gpu
-from ..kernels.arguments import DecodePointers, DecodeSizes, DecodeStrides, v_rows
-from ..problem import BUFFER, MAX_DRAFT, Checker, Problem, absent
+from ..kernels.arguments import GROUPED, DecodePointers, DecodeSizes, DecodeStrides, v_rows
+from ..problem import (
+    BUFFER,
+    MAX_DRAFT,
+    SHORT,
+    STATE_DTYPES,
+    TAPS,
+    Checker,
+    Problem,
+    ShortConv,
+    absent,
+    by_qk_head,
+)
 from ..rows import buffered_rows, decode_rows
 from .launch import (
     LARGE,
@@ -24,6 +36,7 @@ from .launch import (
     Table,
     TokensLaunch,
     buffer_of,
+    bytes_of,
     outputs_of,
     quantised,
     ready,
@@ -32,6 +45,7 @@ from .launch import (
     state_width,
     strides_of,
     tokens_of,
+    value_heads,
     writes_scales,
 )
 from .verify import Verify, VerifyLaunch
@@ -138,6 +152,22 @@ NORM_SCHEDULES: dict[tuple[str, str, bool], Table] = {
 }
 """Schedules with a norm, one CTA or one cluster per head. Measured on an H200, as above."""
 
+CONV_SCHEDULES: dict[str, Table] = {
+    "bf16": (
+        (LARGE, Schedule(4, 256, True, prefetch=False)),
+        (14 * MIB, Schedule(4, 128, prefetch=False)),
+        (3 * MIB, Schedule(4, 256, prefetch=False)),
+        (0, CLUSTER_OF_4._replace(prefetch=False)),
+    ),
+    "fp32": (
+        (LARGE, Schedule(4, 256, True, prefetch=False)),
+        (3 * MIB, Schedule(4, 256, prefetch=False)),
+        (0, CLUSTER_OF_4._replace(prefetch=False)),
+    ),
+}
+"""Schedules with a convolution, by state dtype. Measured on an H100 behind a projection, which lets
+no kernel start early: there is nothing to prefetch for."""
+
 BUFFERED: Table = (
     (LARGE, Schedule(4, 128, True, chunks=4)),
     (4 * MIB, Schedule(4, 128, chunks=4)),
@@ -151,6 +181,12 @@ With a norm, small launches use clusters.
 
 VERIFY = Verify()
 """Chooses the kernel of a decode with a buffer of more than one token per sequence."""
+
+MOST_CTAS = 8
+"""Of a portable cluster."""
+
+SHIPPED_GROUP = 2
+"""Value heads per q/k head of the kernels with a convolution in packs: Qwen3-Next's."""
 
 FACTS_IF_SET = ("ctas_per_sm", "prefetch_chunks", "bulk")
 """Fields of a schedule that a variant names only if they are set: few schedules set one."""
@@ -182,10 +218,14 @@ class Arguments(NamedTuple):
     buffer_log_decay: Tensor | None
     buffer_indices: Tensor | None
     buffer_lens: Tensor | None
+    conv_weight: Tensor | None
+    conv_bias: Tensor | None
+    windows: Tensor | None
     gate: str
     bound: float
     norm_eps: float
     norm_activation: str | None
+    conv_activation: str | None
     scale: float | None
     qk_l2norm: bool
     beta_logits: bool
@@ -199,7 +239,7 @@ class Decode(StateOperation):
     name = "decode"
     arguments = Arguments
     pointers = DecodePointers
-    may_write = ("out", "out_scales", "intermediate_states", "state", *BUFFER)
+    may_write = ("out", "out_scales", "intermediate_states", "state", "windows", *BUFFER)
 
     def describe(self, a: Arguments) -> Problem:
         check = Checker()
@@ -238,7 +278,8 @@ class Decode(StateOperation):
         else:
             absent("buffer_indices", a.buffer_indices, "without buffer")
             absent("buffer_lens", a.buffer_lens, "without buffer")
-        check.norm(a)
+        self._describe_conv(check, a)
+        check.norm(a, grouped=a.conv_weight is not None)
         check.out(a)
         check.writes(*self.written(a))
         check.vectors(a, a.state, a.intermediate_states)
@@ -246,6 +287,31 @@ class Decode(StateOperation):
         check.option("intermediates", a.intermediate_states is not None)
         check.option("no_update", not a.update_state)
         return check.problem("decode", a, dtype, check.sizes["T"])
+
+    def _describe_conv(self, check: Checker, a: Arguments) -> None:
+        if a.conv_weight is None:
+            absent("windows", a.windows, "without conv")
+            return
+        if a.windows is None:
+            raise ValueError("windows: expected a tensor with conv, got None")
+        if check.sizes["T"] != 1 or a.cu_seqlens is not None:
+            T = "packed tokens" if a.cu_seqlens is not None else f"T={check.sizes['T']}"
+            raise ValueError(f"q: expected one token per sequence, dense, with conv, got {T}")
+        absent("intermediate_states", a.intermediate_states, "with conv")
+        absent("buffer", a.buffer_u, "with conv")
+        if isinstance(a.state_indices, Tensor) and a.state_indices.ndim == 2:
+            raise ValueError("state_indices: expected [N] with conv, got [N, W]")
+        H, HV, K, V = (check.sizes[name] for name in ("H", "HV", "K", "V"))
+        check.sizes["C"], check.sizes["taps"] = 2 * H * K + HV * V, TAPS
+        check.tensor("conv.weight", a.conv_weight, STATE_DTYPES, "C taps")
+        if a.conv_bias is not None:
+            check.tensor("conv.bias", a.conv_bias, STATE_DTYPES, "C")
+        check.sizes["kept"] = TAPS - 1
+        check.tensor("windows", a.windows, (a.q.dtype,), "P C kept")
+        check.option("conv", True)
+        check.option(f"conv_weight_{SHORT[a.conv_weight.dtype]}", True)
+        check.option("conv_bias", a.conv_bias is not None)
+        check.option("unaligned_weight", not check.aligned(a.conv_weight[:1]))
 
     def _describe_buffer(self, check: Checker, a: Arguments) -> None:
         absent("write_indices", a.write_indices, "with buffer")
@@ -262,17 +328,23 @@ class Decode(StateOperation):
         check.option("buffer", True)
 
     def written(self, a: Arguments) -> tuple[str, ...]:
-        read = {"state": not a.update_state, "out_scales": not writes_scales(a)}
+        read = dict.fromkeys(("state", "windows"), not a.update_state)
+        read |= {"out_scales": not writes_scales(a)}
         return tuple(x for x in self.may_write if not read.get(x, False))
 
     def run_reference(self, a: Arguments) -> None:
         assert a.out is not None
+        if a.conv_weight is not None:
+            conv = ShortConv(a.conv_weight, a.conv_bias, a.conv_activation)
+            given = dict(_states(a), conv=conv, windows=a.windows)
+            quantised(_by_value_head(a), reference.decode_convolved, **given)
+            return
         run = reference.decode if a.buffer_u is None else reference.decode_with_buffer
         quantised(a, run, **_states(a))
 
     def check_values(self, a: Arguments) -> None:
         check = decode_rows if a.buffer_u is None else buffered_rows
-        check(tokens_of(a), **_states(a))
+        check(tokens_of(_by_value_head(a)), **_states(a))
         reference.check_scale(a.out_scales)
 
     def plan(self, problem: Problem, sequences: int, tokens: int, *, gpu: Gpu = H200) -> Plan:
@@ -283,17 +355,31 @@ class Decode(StateOperation):
     def strides(self, problem: Problem, a: Arguments) -> Any:
         if _by_verify(problem):
             return VERIFY.strides(problem, a)
-        return strides_of(DecodeStrides, a, **outputs_of(a))
+        grouped = dict(grouped=[0] * 4) if a.conv_weight is None else _grouped_strides(a)
+        return strides_of(DecodeStrides, a, **outputs_of(a), **grouped)
 
     def exceeded(self, problem: Problem, plan: Plan, a: Arguments) -> list[str]:
         if _by_verify(problem):
             return VERIFY.exceeded(problem, plan, a)
-        return super().exceeded(problem, plan, a)
+        needs = ["a Hopper GPU or newer for grouped value heads with conv"]
+        lacks = plan.gpu.level == "sm_80" and _joins_heads(problem)
+        return super().exceeded(problem, plan, a) + needs * lacks
 
     def variants(self, problem: Problem, gpu: Gpu = H200) -> list[compile.Variant]:
         if _by_verify(problem):
             return VERIFY.variants(problem, gpu)
+        if gpu.level == "sm_80" and _joins_heads(problem):
+            return []
         return super().variants(problem, gpu)
+
+    def needs(self, problem: Problem) -> dict[str, bool]:
+        conv = "conv" in problem.options
+        heads = f"at most {MOST_CTAS} value heads per q/k head with conv"
+        return super().needs(problem) | {
+            "GDN's gates with conv (KDA: short_conv in front)": conv and problem.axis == "channel",
+            heads: conv and problem.HV > MOST_CTAS * problem.H,
+            "conv.weight at a multiple of 16 bytes": "unaligned_weight" in problem.options,
+        }
 
     def schedules(self, problem: Problem) -> Table:
         if "buffer" in problem.options:
@@ -303,6 +389,8 @@ class Decode(StateOperation):
             if "norm" in problem.options:
                 small = (0, CLUSTER_OF_4)
             return ((least, large), middle, small)
+        if "conv" in problem.options:
+            return CONV_SCHEDULES[state_width(problem)]
         table = NORM_SCHEDULES if "norm" in problem.options else SCHEDULES
         return table[problem.axis, state_width(problem), single_token(problem)]
 
@@ -310,10 +398,21 @@ class Decode(StateOperation):
         return v_rows(problem.K, schedule.rows, schedule.threads) * schedule.chunks
 
     def block_chunks(self, problem: Problem, schedule: Schedule) -> int:
-        """Chunks of a CTA. With a norm and no cluster, the CTA processes all chunks of the head."""
-        if "norm" not in problem.options or schedule.cluster:
+        """Chunks of a CTA. With a norm and no cluster, the CTA processes all chunks of the head.
+
+        With a convolution the CTAs of a q/k head form a cluster.
+        """
+        if not _one_cta(problem):
             return schedule.chunks
-        return problem.V // v_rows(problem.K, schedule.rows, schedule.threads)
+        all_chunks = problem.V // v_rows(problem.K, schedule.rows, schedule.threads)
+        if not schedule.cluster:
+            return all_chunks
+        heads = problem.HV // problem.H if "conv" in problem.options else 1
+        return next(
+            chunks
+            for chunks in range(schedule.chunks, all_chunks + 1)
+            if all_chunks % chunks == 0 and all_chunks // chunks * heads <= MOST_CTAS
+        )
 
     def without_pdl(self, schedule: Schedule) -> Schedule:
         # More, smaller CTAs: 4 to 9 % faster for 1 and 8 sequences of GDN, on an H200.
@@ -330,7 +429,7 @@ class Decode(StateOperation):
             "axis", "K", "V", "state_dtype", "dtype", "g_dtype", "gate", "qk_l2norm"
         )
         facts |= dict(
-            aligned="unaligned_qk" not in problem.options,
+            aligned="unaligned_qk" not in problem.options or "conv" in problem.options,
             beta_logits=problem.beta_logits,
             single_token=single_token(problem),
             rows=schedule.rows,
@@ -339,6 +438,7 @@ class Decode(StateOperation):
         )
         facts |= {name: True for name in ("norm", "fp8") if name in problem.options}
         facts |= dict(history=True) if "buffer" in problem.options else {}
+        facts |= _conv_facts(problem) if "conv" in problem.options else {}
         facts |= {name: value for name in FACTS_IF_SET if (value := getattr(schedule, name))}
         return compile.Variant("decode", tuple(facts.items()))
 
@@ -346,14 +446,58 @@ class Decode(StateOperation):
         calls: list[tuple[int, tuple[str, ...]]] = [(1, ()), (2, ())]
         if model.ring:  # of more tokens: verify's kernels
             calls.append((1, ("buffer", "buffer_lens_i32")))
-        return [
+        problems = [
             model.problem("decode", T, (*options, *norm))
             for (T, options), norm in itertools.product(calls, model.norms())
         ]
+        interleaved = model.axis == "head" and (model.K, model.V) != (96, 192)  # not OLMo hybrid's
+        if interleaved and "norm" in model.norms()[-1]:
+            weight = f"conv_weight_{SHORT[model.tokens['dtype']]}"
+            convolved = model.problem("decode", 1, ("norm", "conv", weight))
+            problems.append(replace(convolved, HV=SHIPPED_GROUP))
+        return problems
 
     def launch(self, problem: Problem, plan: Plan, a: Arguments) -> Launch:
         launch = VerifyLaunch if _by_verify(problem) else DecodeLaunch
         return launch(self, problem, plan, a)
+
+
+def _one_cta(problem: Problem) -> bool:
+    """Whether one CTA, or a cluster, processes all rows of a head."""
+    return "norm" in problem.options or "conv" in problem.options
+
+
+def _joins_heads(problem: Problem) -> bool:
+    """Whether value heads of a q/k head form a cluster."""
+    return "conv" in problem.options and problem.HV > problem.H
+
+
+def _conv_facts(problem: Problem) -> dict[str, Any]:
+    (weight,) = (x for x in problem.options if x.startswith("conv_weight_"))
+    facts: dict[str, Any] = dict(conv=weight.removeprefix("conv_weight_"))
+    facts |= dict(conv_bias=True) if "conv_bias" in problem.options else {}
+    return facts | (dict(conv_group=problem.HV // problem.H) if _joins_heads(problem) else {})
+
+
+def _by_value_head(a: Arguments) -> Arguments:
+    """The call with v [N, T, HV, V], g and beta [N, T, HV]."""
+    if not by_qk_head(a):
+        return a
+    return a._replace(v=a.v.flatten(2, 3), g=a.g.flatten(2), beta=a.beta.flatten(2))
+
+
+def _grouped_strides(a: Arguments) -> dict[str, list[int]]:
+    """Strides of v, z, g and beta by q/k head, and between value heads of one: `grouped`."""
+    strides: dict[str, list[int]] = {name: [0] * 5 for name in GROUPED}
+    for name in GROUPED:
+        x = getattr(a, name)
+        if x is not None:
+            by_head = x.ndim == 5 or (name in ("g", "beta") and by_qk_head(a))
+            x = x if by_head else x.unflatten(2, (a.q.shape[2], -1))
+            strides[name] = bytes_of(x, 5)
+            strides[name][0] *= x.shape[0] > 1
+    grouped = dict(grouped=[strides[name].pop(3) for name in GROUPED])
+    return grouped | {name: strides[name][: len(DecodeStrides.dims[name])] for name in GROUPED}
 
 
 def _by_verify(problem: Problem) -> bool:
@@ -375,7 +519,9 @@ class DecodeLaunch(TokensLaunch):
 
     def __init__(self, operation: Operation, problem: Problem, plan: Plan, a: Arguments):
         super().__init__(operation, problem, plan, a)
-        aligned = () if "unaligned_qk" in problem.options else ("q", "k")
+        aligned: tuple[str, ...] = () if "unaligned_qk" in problem.options else ("q", "k")
+        if a.conv_weight is not None:
+            aligned = ("conv_weight",)
         buffer = () if a.buffer_u is None else ("buffer_u", "buffer_k")
         self.vectors = (*aligned, "state", "intermediate_states", *buffer)
         slots = 0
@@ -390,9 +536,12 @@ class DecodeLaunch(TokensLaunch):
                 **state_sizes(DecodeSizes, a, plan),
                 T=longest,
                 slots_per_sequence=slots,
-                group_size=a.v.shape[2] // a.q.shape[2],
+                group_size=value_heads(a) // a.q.shape[2],
                 buffer_rows=0 if a.buffer_u is None else a.buffer_u.shape[0],
                 C=0 if a.buffer_u is None else a.buffer_u.shape[1],
                 update_state=int(a.update_state),
+                conv_key_channels=a.q.shape[2] * a.q.shape[3],
+                conv_group=value_heads(a) // a.q.shape[2],
+                conv_silu=int(a.conv_activation == "silu"),
             )
         )

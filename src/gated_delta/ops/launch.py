@@ -27,7 +27,8 @@ from ..problem import BUFFER, CHECK, Gate, GatedNorm, KVBuffer, Problem, Tokens,
 REDESCRIBE = object()
 """A launch returns it if it did nothing and the call must be described again."""
 
-NEVER_NESTED = ("A_log", "dt_bias", "norm_weight", "weight", "bias", *BUFFER)
+CONV = ("weight", "bias", "conv_weight", "conv_bias")
+NEVER_NESTED = ("A_log", "dt_bias", "norm_weight", *CONV, *BUFFER)
 """Tensors of a Gate, GatedNorm, ShortConv or KVBuffer, which refuse nested tensors."""
 
 KINDS = {torch.bfloat16: BF16, torch.float16: FP16, torch.float32: FP32}
@@ -49,7 +50,8 @@ class Plan(NamedTuple):
 class Model(NamedTuple):
     """A model as packs see it. tokens: dtypes, gate and beta_logits of a Problem.
 
-    ring: decode and verify with `buffer_lens` too. trees: `parents` and `path` too.
+    ring: decode and verify with `buffer_lens` too. trees: `parents` and `path` too. fp8: also
+    outputs in FP8.
     """
 
     axis: str
@@ -59,6 +61,7 @@ class Model(NamedTuple):
     tokens: Mapping[str, Any]
     ring: bool = False
     trees: bool = False
+    fp8: bool = False
 
     def problem(self, op: str, T: int | None = None, options: Iterable[str] = ()) -> Problem:
         """A call with one head."""
@@ -69,7 +72,8 @@ class Model(NamedTuple):
     def norms(self) -> tuple[tuple[str, ...], ...]:
         """Options of calls: with a norm too if gate and beta are raw, as in engines."""
         raw = self.tokens["gate"] != "log" and self.tokens["beta_logits"]
-        return ((), ("norm",)) if raw else ((),)
+        outputs = (("norm",), ("norm", "fp8")) if self.fp8 else (("norm",),)
+        return ((), *outputs) if raw else ((),)
 
 
 def _refuse() -> None:
@@ -133,7 +137,7 @@ class Operation(ABC):
 
     def allocated(self, a: Any) -> Any:
         """The call with new tensors for the outputs that the caller did not pass."""
-        return a._replace(out=a.v.new_empty(a.v.shape)) if a.out is None else a
+        return a._replace(out=a.v.new_empty(output_shape(a))) if a.out is None else a
 
     def result(self, a: Any) -> Any:
         """The operation's return value, from an allocated call that has run."""
@@ -311,7 +315,7 @@ class Launch(ABC):
 
 
 def _new_dense(v: Tensor) -> Tensor:
-    return v.new_empty(v.shape)
+    return v.new_empty(v.shape if v.ndim == 4 else (*v.shape[:2], v.shape[2:4].numel(), v.shape[4]))
 
 
 class TokensLaunch(Launch):
@@ -338,7 +342,9 @@ class TokensLaunch(Launch):
         """Position of out among the tensors; None: the launch allocates it."""
         self.o_at = self.fields.index("o")
         self.scales_at = self.given.index("out_scales") if writes_scales(a) else None
-        self.new_output: Any = torch.empty_like if a.v.is_contiguous() else _new_dense
+        self.new_output: Any = _new_dense
+        if a.v.is_contiguous() and a.v.ndim == 4:
+            self.new_output = torch.empty_like
 
     def pointers(self, given: Addresses) -> Any:
         if self.out_at is not None:
@@ -373,13 +379,22 @@ About what the chip holds at once.
 
 TOKEN_TENSORS = ("q", "k", "v", "g", "beta", "z", "o", "out", "out_scales")
 """Tensors with a row per token."""
-NUMBER_TENSORS = ("beta", "dt_bias", "norm_weight", "bias")
+NUMBER_TENSORS = ("beta", "dt_bias", "norm_weight", "bias", "conv_bias")
 """Tensors with run-time dtypes bf16, fp16 or fp32; the other run-time dtypes are of indices."""
+
+
+def value_heads(a: Any) -> int:
+    """HV; v may be [N, T, H, R, V]."""
+    return a.v.shape[2:-1].numel()
+
+
+def output_shape(a: Any) -> tuple[int, ...]:
+    return *a.v.shape[:2], value_heads(a), a.v.shape[-1]
 
 
 def output_of(a: Any) -> Tensor:
     """out, or one like the output that the launch of a call allocates."""
-    return torch.empty(a.v.shape, dtype=a.v.dtype, device="meta") if a.out is None else a.out
+    return torch.empty(output_shape(a), dtype=a.v.dtype, device="meta") if a.out is None else a.out
 
 
 def outputs_of(a: Any) -> dict[str, Tensor | None]:
@@ -422,14 +437,14 @@ def kinds_of(wanted: Any, a: Any) -> dict[str, int]:
 
 def token_sizes(wanted: Any, a: Any) -> dict[str, int]:
     """The sizes that prefill, decode and verify share."""
-    heads = dict(HV=a.v.shape[2], qk_head_factor=head_factor(a.v.shape[2], a.q.shape[2]))
+    heads = dict(HV=value_heads(a), qk_head_factor=head_factor(value_heads(a), a.q.shape[2]))
     factor = fp32_bits(a.beta_logits + a.allow_neg_eigval)
     return dict(**kinds_of(wanted, a), **heads, beta_factor=factor, null_index=null_index(a))
 
 
 def state_sizes(wanted: Any, a: Any, plan: Plan) -> dict[str, int]:
     """The sizes that decode and verify share."""
-    N, HV = tokens_of(a).num_sequences, a.v.shape[2]
+    N, HV = tokens_of(a).num_sequences, value_heads(a)
     return dict(
         **token_sizes(wanted, a),
         N=N,

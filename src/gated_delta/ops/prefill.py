@@ -106,10 +106,7 @@ class Prefill(Operation):
         check.flag("output_final_state", a.output_final_state)
         grid = grid_of(a.deterministic)
         check.option("deterministic", a.deterministic is not False)
-        if a.cu_seqlens is None:
-            absent("max_seqlen", a.max_seqlen, "without cu_seqlens")
-        elif a.max_seqlen is not None and integer("max_seqlen", a.max_seqlen, "an int or None") < 0:
-            raise ValueError(f"max_seqlen: expected 0 or more, got {a.max_seqlen}")
+        check.max_seqlen(a)
         check.null_index(a.null_index, a.state_indices, a.checkpoint_indices)
         dtype = torch.float32
         if a.state is not None:
@@ -139,10 +136,7 @@ class Prefill(Operation):
         check.out(a)
         check.writes(*self.written(a))
         check.vectors(a, a.initial_state if a.state is None else a.state, a.checkpoints)
-        values = [a.v, *(x for x in (a.out, a.z) if x is not None), *([a.g] * (a.g.ndim == 4))]
-        check.option(
-            "unaligned_values", not all(check.aligned(x) and x.stride(-1) == 1 for x in values)
-        )
+        check.values(a.v, a.out, a.z, a.g if a.g.ndim == 4 else None)
         return replace(check.problem("prefill", a, dtype, None), grid=grid)
 
     def describe_checkpoints(self, check: Checker, a: Arguments, dtype: torch.dtype) -> None:
@@ -231,8 +225,11 @@ class Prefill(Operation):
         gpu: Gpu = H200,
     ) -> Plan:
         longest = longest_of(problem, sequences, tokens, max_seqlen)
-        schedule = schedule_of(Call(problem, sequences, tokens, longest, gpu))
+        schedule = self.schedule(Call(problem, sequences, tokens, longest, gpu))
         return plan_of(schedule, problem, sequences, gpu)
+
+    def schedule(self, call: Call) -> Schedule:
+        return schedule_of(call)
 
     def variants(self, problem: Problem, gpu: Gpu = H200) -> list[compile.Variant]:
         kinds = [kind for kind in KINDS if kind.supports(problem, gpu=gpu)]
@@ -300,7 +297,7 @@ class Grid(NamedTuple):
 
     @classmethod
     def of(cls, problem: Problem, N: int, total: int, T: int, sms: int) -> Grid:
-        """Of N sequences: dense ones of T tokens, or packed ones."""
+        """The grid of N sequences: dense ones of T tokens, or packed ones."""
         assert problem.grid is not None
         segments = -(-(total // N or T) // problem.grid)
         each = scanned_segments(segments, N * problem.HV * problem.V // 64, sms)

@@ -12,7 +12,6 @@ from ..gpus import H200, Gpu
 from ..kernels.arguments import ShortConvPointers, ShortConvSizes, ShortConvStrides
 from ..kernels.prefill.arguments import CHUNK
 from ..problem import (
-    INPUT_DTYPES,
     SHORT,
     STATE_DTYPES,
     TAPS,
@@ -58,20 +57,13 @@ class ShortConvolution(Operation):
 
     def describe(self, a: Arguments) -> Problem:
         check = Checker()
-        lead = check.lead(a)
-        dtype = check.tensor("q", a.q, INPUT_DTYPES, f"{lead} H K").dtype
-        check.tensor("k", a.k, (dtype,), f"{lead} H K")
-        grouped = isinstance(a.v, Tensor) and a.v.ndim == 5
-        check.tensor("v", a.v, (dtype,), f"{lead} groups R V" if grouped else f"{lead} HV V")
-        for name in "qkv":
-            last_dim_contiguous(name, getattr(a, name))
-        check.heads(a)
+        lead, dtype = check.qkv(a, groups="groups"), a.q.dtype
         H, HV, K, V = a.q.shape[2], a.v.shape[2:-1].numel(), check.sizes["K"], check.sizes["V"]
         check.sizes["C"], check.sizes["taps"] = 2 * H * K + HV * V, TAPS
         check.tensor("conv.weight", a.weight, STATE_DTYPES, "C taps")
         if a.bias is not None:
             check.tensor("conv.bias", a.bias, STATE_DTYPES, "C")
-        check.sizes["N"], check.sizes["kept"] = a.num_sequences, TAPS - 1
+        check.sizes["kept"] = TAPS - 1
         check.tensor("windows", a.windows, (dtype,), "P C kept")
         check.null_index(a.null_index, a.state_indices)
         check.index("state_indices", a.state_indices)
@@ -82,8 +74,7 @@ class ShortConvolution(Operation):
             check.tensor("out", a.out, (dtype,), f"{lead} C")
             last_dim_contiguous("out", a.out)
         check.writes(*self.may_write)
-        rows = [x for x in (a.q, a.k, a.v, a.out, a.weight[:1]) if x is not None]
-        check.option("unaligned_values", not all(check.aligned(x) for x in rows))
+        check.values(a.q, a.k, a.v, a.out, a.weight[:1])
         check.option("unactivated", a.activation is None)
         return Problem(
             "short_conv",

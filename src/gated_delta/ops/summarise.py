@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import compile, reference
 from ..gpus import H200, Gpu
 from ..kernels.prefill.arguments import PrefillPointers, PrefillStrides
-from ..problem import Checker, Problem, absent, integer
+from ..problem import Checker, Problem
 from ..rows import summary_rows
 from .launch import Launch, Model, Operation, Plan, ready, strides_of, tokens_of
 from .prefill import FINAL_STATE, Prefill, PrefillLaunch
@@ -83,10 +83,7 @@ class Summarise(Prefill):
     def describe(self, a: Any) -> Problem:
         check = Checker()
         check.tokens(a, query="k")
-        if a.cu_seqlens is None:
-            absent("max_seqlen", a.max_seqlen, "without cu_seqlens")
-        elif a.max_seqlen is not None and integer("max_seqlen", a.max_seqlen, "an int or None") < 0:
-            raise ValueError(f"max_seqlen: expected 0 or more, got {a.max_seqlen}")
+        check.max_seqlen(a)
         check.index("sequences", a.sequences, "S")
         if a.initial_state is not None:
             rows = "N" if a.sequences is None else "S"
@@ -96,10 +93,7 @@ class Summarise(Prefill):
             check.tensor("out", a.out, (torch.float32,))
         check.writes(*self.written(a))
         check.vectors(a, a.initial_state)
-        values = [a.v, *((a.g,) if a.g.ndim == 4 else ())]
-        check.option(
-            "unaligned_values", not all(check.aligned(x) and x.stride(-1) == 1 for x in values)
-        )
+        check.values(a.v, a.g if a.g.ndim == 4 else None)
         dtype = torch.float32 if a.initial_state is None else a.initial_state.dtype
         return check.problem("summarise", a, dtype, None)
 
@@ -133,16 +127,8 @@ class Summarise(Prefill):
             final_state=[HV * head, head],
         )
 
-    def plan(
-        self,
-        problem: Problem,
-        sequences: int,
-        tokens: int,
-        max_seqlen: int | None = None,
-        *,
-        gpu: Gpu = H200,
-    ) -> Plan:
-        return _plan(SUMMARY, problem, sequences, tokens, gpu)
+    def schedule(self, call: Call) -> Schedule:
+        return _schedule(SUMMARY, call)
 
     def variants(self, problem: Problem, gpu: Gpu = H200) -> list[compile.Variant]:
         return SUMMARY.variants(problem, False, gpu)
@@ -154,18 +140,17 @@ class Summarise(Prefill):
         return SummaryLaunch(self, problem, plan, a)
 
 
-def _plan(kind: Kind, problem: Problem, sequences: int, tokens: int, gpu: Gpu) -> Plan:
+def _schedule(kind: Kind, call: Call) -> Schedule:
     """As many segments as SMs take at once; of GDN, where most heads forget, more."""
-    call = Call(problem, sequences, tokens, tokens, gpu)
     segments = call.segments
-    if problem.axis == "head" and segments > 1:
-        most = tokens // max(sequences, 1) // SEGMENT_TOKENS
+    if call.problem.axis == "head" and segments > 1:
+        most = call.tokens // max(call.sequences, 1) // SEGMENT_TOKENS
         segments = max(segments, min(4 * segments, MOST_SEGMENTS, most))
-    return Plan(Schedule(kind, segments), tuple(kind.variants(problem, False, gpu)), gpu)
+    return Schedule(kind, segments)
 
 
 def _head_dim_needs(problem: Problem) -> dict[str, bool]:
-    """Of kernels that compute a summary."""
+    """The head dims that kernels of a summary require."""
     K, V = problem.K, problem.V
     return {f"K and V of 64 or 128, got {K} and {V}": not {K, V} <= {64, 128}}
 
@@ -235,16 +220,8 @@ class ResumablePrefill(Prefill):
             or problem.state_dtype != torch.float32,
         }
 
-    def plan(
-        self,
-        problem: Problem,
-        sequences: int,
-        tokens: int,
-        max_seqlen: int | None = None,
-        *,
-        gpu: Gpu = H200,
-    ) -> Plan:
-        return _plan(RESUMED, problem, sequences, tokens, gpu)
+    def schedule(self, call: Call) -> Schedule:
+        return _schedule(RESUMED, call)
 
     def launch(self, problem: Problem, plan: Plan, a: Any) -> Launch:
         return ResumableLaunch(self, problem, plan, a)

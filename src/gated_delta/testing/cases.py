@@ -84,6 +84,12 @@ LAYOUTS: dict[str, dict[str, frozenset[str]]] = {
             {"cu_seqlens_i32", "state_indices_i64", "buffer"}
             | {"buffer_indices_i32", "buffer_lens_i64"}
         ),
+        "conv": frozenset({"state_indices_i32", "conv", "conv_weight_fp32"}),
+        "conv_write": frozenset(
+            {"state_indices_i64", "write_indices_i32", "conv", "conv_weight_bf16", "conv_bias"}
+        ),
+        "conv_frozen": frozenset({"no_update", "conv", "conv_weight_fp32", "conv_bias"}),
+        "conv_rows": frozenset({"state_indices_i32", "conv", "conv_weight_bf16"}),
     },
     "verify": {
         "dense": frozenset(),
@@ -227,8 +233,12 @@ FEW = ((2, 4), (1, 2), (3, 3))
 UNEQUAL_HEADS = (2, 6)
 BUFFERED = ("buffer", "packed_buffer")
 """Layouts in which the states lack tokens of a buffer's rows."""
+CONVOLVED = ("conv", "conv_write", "conv_frozen", "conv_rows")
+"""Layouts of raw q, k and v, of one token, with windows; the last one's interleaved by q/k head."""
 TREES = ("tree", "packed_tree", "buffer_tree", "layers_tree")
 """Layouts whose drafts are trees."""
+SPECIAL = (*BUFFERED, *TREES, *CONVOLVED)
+"""Layouts with cases of their own."""
 
 
 def _crossed() -> Iterator[_Factors]:
@@ -282,6 +292,18 @@ def _buffered(op: str) -> Iterator[tuple[_Factors, str]]:
         yield (axis, D, heads, gate, family, keys, state_dtype), layout
 
 
+def _convolved(op: str) -> Iterator[tuple[_Factors, str]]:
+    """decode of raw q, k and v: the factors, the layout."""
+    rng = random.Random(f"{op} convolved")
+    crossed = itertools.product(AXES, (*DIMS, *UNEQUAL_DIMS), GATES, CONVOLVED)
+    for axis, D, gate, layout in crossed if op == "decode" else ():
+        if axis == "channel" and (gate != "softplus" or layout == "conv_rows"):
+            continue  # no kernels
+        heads = rng.choice(((5, 5), (3, 6), (2, 6), (1, 8)) if axis == "head" else ((5, 5),))
+        family, state_dtype = rng.choice(FAMILIES), rng.choice((*STATE_DTYPES, torch.float16))
+        yield (axis, D, heads, gate, family, "random", state_dtype), layout
+
+
 def _trees(op: str) -> Iterator[tuple[_Factors, str]]:
     """verify of trees, and flush of their paths: the factors, the layout."""
     rng = random.Random(f"{op} trees")
@@ -309,11 +331,12 @@ def cases(op: str) -> tuple[Case, ...]:
     Of an operation with a recurrence; short_conv's are `conv_cases`.
     """
     built = []
-    layouts = tuple(layout for layout in LAYOUTS[op] if layout not in (*BUFFERED, *TREES))
+    layouts = tuple(layout for layout in LAYOUTS[op] if layout not in SPECIAL)
     listed = [(factors, 0, "") for factors in (*_crossed(), *_half_states(op), *_ranks(op))]
     listed += [(factors, size, "") for factors, size in _sizes(op)]
     listed += [(factors, 0, "") for factors in (*_repeated(op), *_unequal(op))]
-    listed += [(factors, 0, layout) for factors, layout in (*_buffered(op), *_trees(op))]
+    special = (*_buffered(op), *_trees(op), *_convolved(op))
+    listed += [(factors, 0, layout) for factors, layout in special]
     for seed, (factors, size, given_layout) in enumerate(listed):
         axis, D, heads, gate, family, keys, state_dtype = factors
         rng = random.Random(f"{op}{seed}")
@@ -325,6 +348,8 @@ def cases(op: str) -> tuple[Case, ...]:
         lengths = _lengths(op, _uses(LAYOUTS[op][layout], "cu_seqlens"), heads[1], rng)
         if layout in TREES and "packed" not in layout:
             lengths = (rng.choice((3, 6, 8, 14, MAX_DRAFT)),) * len(lengths)
+        if layout in CONVOLVED:
+            lengths = (1,) * len(lengths)
         null_index = rng.choice((-1, 0)) if _uses(LAYOUTS[op][layout], "state_indices") else -1
         norm = rng.choice((None, None, *ACTIVATIONS)) if op in ("decode", "verify") else None
         if op == "prefill":
@@ -354,10 +379,7 @@ def quick_cases(op: str) -> tuple[Case, ...]:
     others = [
         case
         for case in cases(op)
-        if case.state_size
-        or case.keys == REPEATED
-        or case.V != case.D
-        or case.layout in (*BUFFERED, *TREES)
+        if case.state_size or case.keys == REPEATED or case.V != case.D or case.layout in SPECIAL
     ]
     listed = cases(op)[: -len(others)]
     quick = (*listed[:-ranks:QUICK_STRIDE], *listed[-ranks::QUICK_RANK_STRIDE][: len(RANK_HEADS)])
@@ -419,6 +441,8 @@ def cases_like(problem: Problem, drafts: Problem | None = None) -> tuple[AnyCase
         case = replace(case, layout="buffer_tree" if "buffer_lens" in given else packed)
     elif "buffer_lens" in given:
         case = replace(case, layout="packed_buffer" if "cu_seqlens" in given else "buffer")
+    elif op == "decode" and "conv" in given:
+        case = replace(case, layout="conv_rows" if "conv_weight_bf16" in given else "conv")
     elif op == "decode" and "intermediates" in given:
         case = replace(case, layout="frozen" if "no_update" in given else "intermediates")
     elif op == "decode" and "cu_seqlens" in given:

@@ -16,7 +16,14 @@ from . import short_conv
 from .cases import AnyCase
 from .compare import Error, error, rounding_unit, same_bits, smallest_head, untouched
 from .inputs import Call, make
-from .oracle import Expected, buffer_ends, buffered_records, buffered_states, expected
+from .oracle import (
+    Expected,
+    buffer_ends,
+    buffered_records,
+    buffered_states,
+    expected,
+    windows_after,
+)
 from .short_conv import HALF_UNIT, ConvCase
 
 _HEAD_DIM = {"o": 2, "final_state": 1, "intermediate_states": 2, "buffered_state": 1}
@@ -50,7 +57,7 @@ class Result:
 def _snapshot(call: Call) -> dict[str, Tensor]:
     """Copies of every tensor the call might write, poison and padding included."""
     states = call.states
-    names = ("state", "intermediate_states", "checkpoints", "initial_state")
+    names = ("state", "intermediate_states", "checkpoints", "initial_state", "windows")
     copies = {name: states[name].clone() for name in names if isinstance(states.get(name), Tensor)}
     buffer = states.get("buffer")
     if isinstance(buffer, KVBuffer):
@@ -60,7 +67,7 @@ def _snapshot(call: Call) -> dict[str, Tensor]:
 
 
 def _restore(call: Call, before: dict[str, Tensor]) -> None:
-    for name in ("state", "intermediate_states", "checkpoints"):
+    for name in ("state", "intermediate_states", "checkpoints", "windows"):
         if name in before:
             call.states[name].copy_(before[name])
 
@@ -143,7 +150,7 @@ def run_case(case: AnyCase, backend: str, device: torch.device | str = "cpu") ->
     before = _snapshot(call)
     written = run(call, backend)
     after = {name: x.clone() for name, x in written.items()}
-    failures = _buffer_failures(call, before)
+    failures = _buffer_failures(call, before) + _window_failures(call, before)
     if case.uses("buffer_lens"):
         # What later calls see: the slot, and the tokens that it lacks now.
         seen = buffered_states(call, after["state"], buffered_records(call), torch.float64)
@@ -287,6 +294,13 @@ def _buffer_failures(call: Call, before: dict[str, Tensor]) -> list[str]:
             if row not in active and not bool(x[row].isnan().all()):
                 failures.append(f"buffer.{part}: row {row} of no active sequence was written")
     return failures
+
+
+def _window_failures(call: Call, before: dict[str, Tensor]) -> list[str]:
+    if call.conv is None:
+        return []
+    same = same_bits(call.states["windows"], windows_after(call, before["windows"]))
+    return [] if same else ["windows: not the last inputs, bit for bit"]
 
 
 def _appended_failures(call: Call, before: dict[str, Tensor]) -> list[str]:

@@ -12,7 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..problem import CHECKPOINT_INTERVAL, Gate, GatedNorm, KVBuffer, Tokens
+from ..problem import (
+    CHECKPOINT_INTERVAL,
+    TAPS,
+    Gate,
+    GatedNorm,
+    KVBuffer,
+    ShortConv,
+    Tokens,
+)
 from .cases import Case
 
 LAYERS = 3
@@ -35,6 +43,9 @@ class Call:
     """Arguments, without tokens, of the verify call that fills a flush's buffer."""
     norm: GatedNorm | None = None
     z: Tensor | None = None
+    conv: ShortConv | None = None
+    grouped: dict[str, Tensor] = field(default_factory=dict)
+    """v, z, g and beta by q/k head, as the call has them."""
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -42,7 +53,9 @@ class Call:
         if self.case.op == "flush":
             return dict(self.states)
         norm = {} if self.norm is None else dict(norm=self.norm, z=self.z)
-        return {**self.tokens[0]._asdict(), **self.states, **norm, "out": self.out}
+        conv = {} if self.conv is None else dict(conv=self.conv)
+        tokens = self.tokens[0]._asdict() | self.states | norm | conv
+        return {**tokens, **self.grouped, "out": self.out}
 
     def sequence(self, n: int, layer: int = 0, path: list[int] | None = None) -> Tokens:
         """Tokens of sequence n alone, [1, T, ...]; of a tree those of a path, in order."""
@@ -84,6 +97,8 @@ def make(case: Case, device: torch.device | str = "cpu") -> Call:
     }[case.op](call, rng, torch.device(device), inactive)
     if case.norm is not None:
         _norm(call, rng, device)
+    if "conv" in case.options:
+        _conv(call, rng, device)
     return call
 
 
@@ -215,6 +230,43 @@ def _norm(call: Call, rng: torch.Generator, device: torch.device | str) -> None:
     call.norm = GatedNorm(weight, 1e-5 if case.seed % 3 else 1e-6, case.norm)
     z = 2 * torch.randn(*v.shape[:3], 2, case.V, generator=rng).to(device, case.dtype)
     call.z = z[..., 1, :].masked_fill_(v.isnan(), math.nan)
+
+
+def _conv(call: Call, rng: torch.Generator, device: torch.device | str) -> None:
+    """Weights, and windows in one of three layouts; slots without a state are NaN."""
+    case, (H, HV) = call.case, call.case.heads
+    pool = call.states["state"]
+    P, C = pool.shape[0], 2 * H * case.D + HV * case.V
+    dtype = torch.float32 if "conv_weight_fp32" in case.options else torch.bfloat16
+    weight = (torch.randn(C, TAPS, generator=rng) / 2).to(device, dtype)
+    bias = torch.randn(C, generator=rng).to(device, dtype) / 8
+    conv = weight, bias if "conv_bias" in case.options else None, ("silu", "silu", None)
+    call.conv = ShortConv(*conv[:2], conv[2][case.seed % 3])
+    size = 1.0 if case.qk_l2norm else case.D**-0.5
+    entries = (size * torch.randn(P, C, TAPS - 1, generator=rng)).to(device, case.dtype)
+    entries[pool.flatten(1).isnan().all(1)] = math.nan
+    padded = torch.full((P, 4, C + 5), math.nan, dtype=case.dtype, device=device)
+    windows = [entries, entries.mT.contiguous().mT, padded[:, 1:, :C].mT][case.seed % 3]
+    call.states["windows"] = windows.copy_(entries)
+    if case.layout == "conv_rows":
+        _interleave(call, H)
+
+
+def _interleave(call: Call, H: int) -> None:
+    """Make q, k, v, z, g and beta views of projections [N, 1, H, ...], as Qwen3-Next's."""
+    t, z = call.tokens[0], {} if call.z is None else dict(z=call.z)
+    by_head = {name: x.unflatten(2, (H, -1)) for name, x in dict(v=t.v, **z).items()}
+    gates = [x.unflatten(2, (H, -1)) for x in (t.beta, t.g)]
+    rows = [t.q, t.k, *(x.flatten(3) for x in by_head.values())]
+    padding = torch.full_like(t.q, math.nan)
+    views = torch.cat([*rows, padding], 3).split([x.shape[3] for x in (*rows, padding)], 3)
+    call.tokens[0] = t._replace(q=views[0], k=views[1])
+    for (name, x), view in zip(by_head.items(), views[2:-1], strict=True):
+        call.grouped[name] = view.unflatten(3, x.shape[3:])
+    names = ("beta", "g")
+    if gates[0].dtype == gates[1].dtype:
+        gates = [*torch.cat(gates, 3).chunk(2, 3)]
+    call.grouped |= dict(zip(names, gates, strict=True))
 
 
 def _fused(*parts: Tensor) -> tuple[Tensor, ...]:

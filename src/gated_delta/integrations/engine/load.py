@@ -22,13 +22,13 @@ def room(drafts: int) -> int:
 
 
 def drafts_line(buffer: float, states: float) -> str:
-    """Of an engine's log: bytes of a KVBuffer, and of the states that it replaces."""
+    """A line of an engine's log: bytes of a KVBuffer, and of the states that it replaces."""
     sizes = buffer / 2**30, states / 2**30
     return "gated_delta keeps drafts in {:.3f} GiB, in place of {:.3f} GiB of states".format(*sizes)
 
 
 def ring_line(buffer: float, tokens: int, requests: int, states: float) -> str:
-    """Of an engine's log: bytes of a ring, and of as many states."""
+    """A line of an engine's log: bytes of a ring, and their share of as many states' bytes."""
     rows = f"{tokens} tokens of {requests} requests, {100 * buffer / states:.0f} % of a state each"
     return f"gated_delta's ring takes {buffer / 2**30:.3f} GiB: {rows}"
 

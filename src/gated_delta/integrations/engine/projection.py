@@ -61,6 +61,28 @@ def in_order(rows: Tensor, order: Tensor) -> Tensor:
     return wide(rows).index_select(1, order).view(rows.dtype)
 
 
+def convolution(
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    windows: Tensor,
+    dtype: torch.dtype,
+) -> dict[str, Any]:
+    """Arguments `conv` and `windows` for tokens of that dtype.
+
+    Raises UnsupportedProblem if ours cannot run.
+    """
+    missing = {
+        f"{TAPS} taps, contiguous, got {list(weight.shape)}": (
+            weight.shape[1] != TAPS or not weight.is_contiguous()
+        ),
+        f"windows in {dtype}, got {windows.dtype}": windows.dtype != dtype,
+    }
+    if lacks := tuple(name for name, lacking in missing.items() if lacking):
+        raise UnsupportedProblem("short_conv", lacks)
+    return dict(conv=ShortConv(weight, bias, activation), windows=windows[..., : TAPS - 1])
+
+
 def convolve(
     parts: Sequence[Tensor],
     weight: Tensor,
@@ -75,14 +97,6 @@ def convolve(
 
     Raises UnsupportedProblem before anything is written if ours cannot run.
     """
-    missing = {
-        f"{TAPS} taps, contiguous, got {list(weight.shape)}": (
-            weight.shape[1] != TAPS or not weight.is_contiguous()
-        ),
-        f"windows in {out.dtype}, got {windows.dtype}": windows.dtype != out.dtype,
-    }
-    if lacks := tuple(name for name, lacking in missing.items() if lacking):
-        raise UnsupportedProblem("short_conv", lacks)
+    options |= convolution(weight, bias, activation, windows, out.dtype)
     q, k, v = (x[None] for x in parts)
-    conv = ShortConv(weight, bias, activation)
-    api.short_conv(q, k, v, conv, windows=windows[..., : TAPS - 1], out=out[None], **options)
+    api.short_conv(q, k, v, out=out[None], **options)

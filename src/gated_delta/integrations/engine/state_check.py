@@ -10,7 +10,7 @@ Imports no engine.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from gated_delta import reference
+from gated_delta.integrations.engine.calls import POWERS
 from gated_delta.problem import Tokens
 
 SAMPLE = 8
@@ -93,12 +94,18 @@ class Request:
 class StateCheck:
     """The checks of one process. layers: each one's pool of states [P, HV, V, K], by its name.
 
-    null: slots up to it are no blocks. names: the requests, by the engine's row. compared, worst:
-    states compared, and the largest error.
+    null: slots up to it are no blocks. log: gets a line when the number of states compared reaches
+    a power of ten. names: the requests, by the engine's row. compared, worst: states compared, and
+    the largest error.
     """
 
-    def __init__(self, layers: Mapping[str, Tensor], null: int = 0):
-        self.layers, self.null = dict(layers), null
+    def __init__(
+        self,
+        layers: Mapping[str, Tensor],
+        null: int = 0,
+        log: Callable[[str], object] = lambda line: None,
+    ):
+        self.layers, self.null, self._log = dict(layers), null, log
         self.requests: dict[str, Request] = {}
         self.names: dict[int, str] = {}
         self.compared, self.worst = 0, 0.0
@@ -226,6 +233,9 @@ class StateCheck:
         if not error <= (limit := LIMITS[state.dtype]):
             after = f"the state after {tokens} tokens is off by {error:.3g} of its size"
             self._fail(request, layer, slot, f"{after}, expected at most {limit:g}")
+        if self.compared in POWERS:
+            states = f"{self.compared} states of caches, each off by at most {self.worst:.2g}"
+            self._log(f"gated_delta compared {states} of its size")
 
     def _see_rows(self, call: Mapping[str, Any], mine: Mapping[int, tuple[Request, str]]) -> None:
         """The rows of a call's KVBuffer, and their lengths."""

@@ -53,7 +53,7 @@ def attach(backend: Any, runner: Any) -> None:
     pool = runner.req_to_token_pool
     temporal = pool.mamba_pool.mamba_cache.temporal
     layers = {f"layer {n}": temporal[row] for n, row in pool.mamba_map.items()}
-    check = process.state.check = StateCheck(layers)
+    check = process.state.check = StateCheck(layers, log=process.LOG.info)
     kernels.api = Checked(kernels.api, check)  # type: ignore[assignment]
     metadata_of = backend._forward_metadata
 

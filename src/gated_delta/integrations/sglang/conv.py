@@ -1,9 +1,9 @@
-"""The short convolution of SGLang's layers in prefill by ours, in place of the engine's.
+"""The short convolution of SGLang's layers by ours, in place of the engine's.
 
-KDA's layers and Qwen3.5's pass a view of their projection. Qwen3-Next's projection interleaves q,
-k, v and z: with hooks its layers pass whole rows, no kernel splits them, and our convolution reads
-each part by its strides. Decode and drafts stay the engine's. Imports the engine inside functions
-only.
+In prefill KDA's layers and Qwen3.5's pass a view of their projection. Qwen3-Next's projection
+interleaves q, k, v and z: with hooks its layers pass whole rows, no kernel splits them, and ours
+read each part by its strides. A decode step of such a layer is one call, with its convolution.
+Other layers' decode, and drafts, stay the engine's. Imports the engine inside functions only.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gated_delta import api
+from gated_delta.integrations.checks import layer_gate
 from gated_delta.integrations.engine import projection
-from gated_delta.integrations.sglang import process
+from gated_delta.integrations.sglang import kernels, process
+from gated_delta.integrations.sglang.norm import FusedNorm
 from gated_delta.problem import UnsupportedProblem
 
 LEAST_TOKENS = 64
@@ -34,26 +37,34 @@ def hook(backend: Any, layers: Sequence[Any]) -> None:
     if getattr(backend, "enable_mis", False) or process.state.deterministic:
         return
     convolution = Convolution(backend)
-    for layer in layers:
-        known: Any = next((x for x in type(layer).__mro__ if x.__name__ == WHOLE_ROWS), None)
-        if known is None or type(layer).forward is not known.forward:
-            continue
-        backend.forward_extend = convolution.extend
+    for layer in filter(has_whole_rows, layers):
+        backend.forward_extend, backend.forward_decode = convolution.extend, convolution.decode
+        convolution.norms[layer.attn.A_log] = layer.norm
         if not isinstance(layer.forward, WholeRows):
             layer.forward = WholeRows(layer, convolution)
 
 
-class Convolution:
-    """A backend's prefill with our convolution.
+def has_whole_rows(layer: Any) -> bool:
+    """Whether a layer's projection interleaves q, k, v and z, and its forward is the engine's."""
+    known: Any = next((x for x in type(layer).__mro__ if x.__name__ == WHOLE_ROWS), None)
+    return known is not None and type(layer).forward is known.forward
 
-    parts: q, k, v of the call in progress, if it has whole rows. missing: why the engine's
-    convolution runs.
+
+class Convolution:
+    """A backend's prefill and decode with our convolution.
+
+    parts: q, k, v of the prefill in progress, if it has whole rows. missing: why the engine's
+    convolution runs in prefill, in_decode: in decode. norms: the gated norm of each layer with
+    whole rows, by its A_log.
     """
 
     def __init__(self, backend: Any):
-        self.backend, self.missing = backend, ""
+        self.backend, self.missing, self.in_decode = backend, "", ""
         self.parts: Sequence[Tensor] | None = None
+        self.norms: dict[Tensor, Any] = {}
         self._convolve, self._extend = backend._convolve_prefill, backend.forward_extend
+        self._decode = backend.forward_decode
+        self._decodes = isinstance(backend.kernel_dispatcher.decode_kernel, kernels.Operations)
         backend._convolve_prefill = self.convolve
 
     def takes_whole_rows(self, batch: Any) -> bool:
@@ -68,20 +79,79 @@ class Convolution:
             and not is_in_full_prefill_graph()
         )
 
+    def takes_steps(self, batch: Any) -> bool:
+        """Whether a layer may leave the split of this batch's tokens, one a request, to us.
+
+        Not with a ring, nor in the checking mode, which works requests out from convolved tokens.
+        """
+        state = process.state
+        return (
+            self._decodes
+            and not self.in_decode
+            and not torch.compiler.is_compiling()
+            and batch.logical_forward_mode.is_decode()
+            and not batch.forward_mode.is_idle()
+            and ("GDN", "decode") not in state.left
+            and not state.decode_ring
+            and state.check is None
+            and getattr(self.backend.forward_metadata, "replayssm_write_pos", None) is None
+        )
+
+    def decode(self, *, layer: Any, mixed_qkv: Tensor, a: Tensor, b: Tensor, **given: Any) -> Any:
+        """The backend's `forward_decode`; mixed_qkv: [B, q|k|v], or whole rows, a and b [B, H, R].
+
+        Returns [1, B, HV, V]. If ours cannot run, the engine's convolution does, on a copy.
+        """
+        if mixed_qkv.shape[1] == projection.width(sizes_of(layer)):
+            return self._decode(layer=layer, mixed_qkv=mixed_qkv, a=a, b=b, **given)
+        q, k, v, _ = parts_of(layer, mixed_qkv)
+        cache = self.backend.req_to_token_pool.mamba2_layer_cache(layer.layer_id)
+        slots, fused = self.backend.forward_metadata.mamba_cache_indices, _norm_of(layer)
+        norm, backend = fused.arguments(v) if fused else {}, process.backend_for(mixed_qkv)
+        call: dict[str, Any] = dict(q=q, k=k, v=v, g=a, beta=b, **norm)
+        call = {name: x[:, None] if isinstance(x, Tensor) else x for name, x in call.items()}
+        call |= dict(state=cache.temporal, state_indices=slots[: len(q)], null_index=0)
+        call |= dict(gate=layer_gate(layer.A_log.reshape(-1), layer.dt_bias.reshape(-1)))
+        call |= dict(beta_logits=True, scale=layer.head_k_dim**-0.5, backend=backend)
+        try:
+            given_conv = layer.conv_weights, layer.bias, "silu", cache.conv[0], q.dtype
+            o = api.decode(**call, **projection.convolution(*given_conv))
+        except UnsupportedProblem as error:  # nothing was written
+            self.in_decode = _lacking("decode", error)
+            mixed_qkv = projection.joined((q, k, v))
+            a, b = a.flatten(1), b.flatten(1)
+            return self._decode(layer=layer, mixed_qkv=mixed_qkv, a=a, b=b, **given)
+        if fused:
+            fused.applied = bool(norm)
+        route = f" and convolution{kernels.more(norm)} on backend {backend}"
+        process.state.count("GDN", "decode", route)
+        pools = cache.conv[0], cache.temporal, slots, layer.layer_id
+        self.backend._track_mamba_state_decode(given["forward_batch"], *pools)
+        return mixed_qkv.new_empty(o.transpose(0, 1).shape) if "out" in norm else o.transpose(0, 1)
+
     def extend(self, *, layer: Any, mixed_qkv: Tensor, **given: Any) -> Tensor:
-        """The backend's `forward_extend`; mixed_qkv: [T, q|k|v], or whole rows."""
+        """The backend's `forward_extend`; mixed_qkv: [T, q|k|v], or whole rows.
+
+        Where a graph breaks here, the result of whole rows is normalised.
+        """
         C = layer.q_dim + layer.k_dim + layer.v_dim
         if mixed_qkv.shape[1] == C:
             return self._extend(layer=layer, mixed_qkv=mixed_qkv, **given)
-        self.parts = parts_of(layer, mixed_qkv)[:3]
+        *self.parts, z = parts_of(layer, mixed_qkv)
+        fused = process.state.norms.get(layer.A_log)
+        if breaks_here() and fused is not None:
+            fused.project(z, quantises=False)
         rows, tables = mixed_qkv.new_empty(len(mixed_qkv), C), self.backend.forward_metadata
         if tables.has_mamba_track_mask:  # the engine keeps these inputs as windows of prefixes
             kept = tables.track_conv_indices.flatten()
             rows[kept] = projection.joined([x[kept] for x in self.parts])
         try:
-            return self._extend(layer=layer, mixed_qkv=rows, **given)
+            o: Tensor = self._extend(layer=layer, mixed_qkv=rows, **given)
         finally:
             self.parts = None
+        if not breaks_here():
+            return o
+        return normalised(self.norms[layer.A_log], fused, o.flatten(0, -2), z).view(o.shape)
 
     def convolve(
         self, layer: Any, batch: Any, mixed_qkv: Tensor, conv_states: Tensor, slots: Tensor
@@ -108,13 +178,23 @@ class Convolution:
                 )
                 return rows
             except UnsupportedProblem as error:  # nothing was written
-                self.missing = "; ".join(error.missing) or str(error)
-                process.LOG.warning(
-                    "gated_delta leaves the convolution of prompts to the engine's kernel; "
-                    f"ours needs {self.missing}"
-                )
+                self.missing = _lacking("prompts", error)
         mixed_qkv = projection.joined(parts) if whole else mixed_qkv
         return self._convolve(layer, batch, mixed_qkv, conv_states, slots)
+
+
+def _norm_of(layer: Any) -> FusedNorm | None:
+    return process.state.norms.get(layer.A_log)
+
+
+def _lacking(tokens: str, error: UnsupportedProblem) -> str:
+    """What our convolution lacks; warns of it."""
+    missing = "; ".join(error.missing) or str(error)
+    process.LOG.warning(
+        f"gated_delta leaves the convolution of {tokens} to the engine's kernel; "
+        f"ours needs {missing}"
+    )
+    return missing
 
 
 def sizes_of(attn: Any) -> projection.Sizes:
@@ -131,25 +211,44 @@ def copied(x: Tensor) -> Tensor:
     return projection.wide(x).contiguous().view(x.dtype)
 
 
+def normalised(norm: Any, fused: Any, o: Tensor, z: Tensor) -> Tensor:
+    """o [rows, V] behind a layer's norm, unless our call had it: then o, and z is not copied."""
+    if fused is None or not fused.applied:
+        z = copied(z).view(-1, o.shape[1])
+    result: Tensor = norm(o, z)
+    return result
+
+
+def breaks_here() -> bool:
+    """Whether a prefill graph that breaks at each linear layer is captured or replayed."""
+    from sglang.srt.model_executor.runner_backend_utils import breakable_cuda_graph
+    from sglang.srt.model_executor.runner_utils.prefill_graph import is_in_prefill_graph_scope
+
+    return is_in_prefill_graph_scope() and breakable_cuda_graph.is_in_breakable_cuda_graph()
+
+
 class WholeRows:
-    """Qwen3-Next's `forward`, whose prefills leave q, k and v where the projection has them."""
+    """Qwen3-Next's `forward`, whose calls take q, k and v from where the projection has them."""
 
     def __init__(self, layer: Any, convolution: Convolution):
         self.layer, self.convolution, self.forward = layer, convolution, layer.forward
 
     def __call__(self, hidden_states: Tensor, forward_batch: Any) -> Tensor:
-        if not self.convolution.takes_whole_rows(forward_batch):
+        steps = self.convolution.takes_steps(forward_batch)
+        if not steps and not self.convolution.takes_whole_rows(forward_batch):
             return self.forward(hidden_states, forward_batch)
         layer, attn = self.layer, self.layer.attn
         H, HV, V = attn.num_k_heads, attn.num_v_heads, attn.head_v_dim
         rows, ba = layer._forward_input_proj(hidden_states)
-        z, fused = parts_of(attn, rows)[3], process.state.norms.get(attn.A_log)
+        z, fused = parts_of(attn, rows)[3], _norm_of(attn)
         if fused is not None:
             fused.project(z)
-        b, a = (x.reshape(-1, HV) for x in ba.view(len(ba), H, -1).chunk(2, 2))
+        b, a = ba.view(len(ba), H, -1).chunk(2, 2)
+        if not steps:
+            a, b = a.flatten(1), b.flatten(1)
         o = layer.attn(forward_batch, mixed_qkv=rows, a=a, b=b).reshape(-1, V)
-        if len(o) < len(rows) * HV:  # rows that data parallelism adds
-            o = torch.nn.functional.pad(o, (0, 0, 0, len(rows) * HV - len(o)))
-        if fused is None or not fused.applied:
-            z = copied(z).view(-1, V)
-        return layer.out_proj(layer.norm(o, z).reshape(len(rows), -1))[0]
+        if not breaks_here():
+            if len(o) < len(rows) * HV:  # rows that data parallelism adds
+                o = torch.nn.functional.pad(o, (0, 0, 0, len(rows) * HV - len(o)))
+            o = normalised(layer.norm, fused, o, z)
+        return layer.out_proj(o.reshape(len(rows), -1))[0]

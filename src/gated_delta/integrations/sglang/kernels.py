@@ -132,9 +132,9 @@ class Operations:
             return self._applied(o.transpose(0, 1), v, norm, given)
 
         where = " with ReplaySSM's ring" if ring else " in a ring" if own_ring else ""
-        more = _more(norm) + where
+        route = more(norm) + where
         engine = None if own_ring else engine  # which would not read the ring
-        return self._run("decode", ours, engine, missing, tokens, given, more)
+        return self._run("decode", ours, engine, missing, tokens, given, route)
 
     def _norm(self, tokens: Tokens, given: Given, padded: bool = False) -> Given:
         """norm, z [1, T, ...] and outputs in FP8 of a layer whose norm our call can include."""
@@ -202,7 +202,7 @@ class Operations:
                 _copy_tracked(results[2], given)
             return results
 
-        return self._run("prefill", ours, engines, missing, tokens, given, _more(norm))
+        return self._run("prefill", ours, engines, missing, tokens, given, more(norm))
 
     def target_verify(self, **given: Any) -> Tensor:
         """Drafts q, k, v, packed [1, T, H, D]. The pool stays as it is.
@@ -243,7 +243,7 @@ class Operations:
             return self._applied(o, tokens[2], norm, given)
 
         engines = None if in_kvbuffer else lambda: engine.target_verify(**given)
-        return self._run("verify", ours, engines, missing, tokens, given, _more(norm))
+        return self._run("verify", ours, engines, missing, tokens, given, more(norm))
 
     def _raw(self, tokens: Tokens, given: Given) -> Given:
         """Arguments for tokens with a raw gate: the layer's gate too."""
@@ -299,7 +299,7 @@ class Operations:
         return engine()
 
 
-def _more(norm: Given) -> str:
+def more(norm: Given) -> str:
     """What a call includes, for the log."""
     return " and norm in FP8" if "out" in norm else " and norm" if norm else ""
 

@@ -56,22 +56,23 @@ class FusedNorm:
     """A layer's norm with hooks.
 
     z: its gate [T, HV, V] or [T, H, HV / H, V], from the projection to the norm. applied: our call
-    has the norm applied. fp8: whether our calls quantise. quantised: numbers and scales of such a
-    call, for all rows of z, from the call to the projection.
+    has the norm applied. fp8: whether our calls quantise; quantises: whether the next one does.
+    quantised: numbers and scales of that call, for all rows of z, from the call to the projection.
     """
 
     def __init__(self, norm: Any, fp8: bool = False):
         self.norm, self.forward, self.fp8 = norm, norm.forward, fp8
         self.z: Tensor | None = None
-        self.applied = False
+        self.applied, self.quantises = False, fp8
         self.quantised: tuple[Tensor, Tensor] | None = None
 
-    def project(self, z: Tensor) -> None:
+    def project(self, z: Tensor, quantises: bool = True) -> None:
         """A forward of the layer has projected the gate."""
         self.z, self.applied, self.quantised = z, False, None
+        self.quantises = self.fp8 and quantises
 
     def arguments(self, v: Tensor, padded: bool = False) -> dict[str, Any]:
-        """z and norm, for v [T, HV, V]; none if no gate was projected for these rows.
+        """z and norm, for v of z's shape; none if no gate was projected for these rows.
 
         padded: v may have the first rows of z alone, and z may not be aligned for prefill.
         """
@@ -86,7 +87,7 @@ class FusedNorm:
             return {}
         activation = ACTIVATIONS[self.norm.activation]
         norm = GatedNorm(self.norm.weight, self.norm.eps, activation)
-        return dict(z=z, norm=norm) | (self.outputs(v) if self.fp8 else {})
+        return dict(z=z, norm=norm) | (self.outputs(v) if self.quantises else {})
 
     def outputs(self, v: Tensor) -> dict[str, Tensor]:
         """out and out_scales of a call, in rows of `quantised`; none where the projection has to.
@@ -99,8 +100,9 @@ class FusedNorm:
         self.quantised, rows = None, len(self.z)
         if torch.compiler.is_compiling() or get_forward().sp_active:
             return {}
-        values = v.new_empty(rows, *v.shape[1:], dtype=FP8)
-        scales = v.new_empty(v.shape[1], -(-rows // 4) * 4, dtype=torch.float32)[:, :rows].T
+        HV, V = v.shape[1:-1].numel(), v.shape[-1]
+        values = v.new_empty(rows, HV, V, dtype=FP8)
+        scales = v.new_empty(HV, -(-rows // 4) * 4, dtype=torch.float32)[:, :rows].T
         if rows > len(v):  # padding
             values[len(v) :].zero_()
             scales[len(v) :].fill_(1)

@@ -16,7 +16,8 @@ from gated_delta.problem import FP8, TAPS, GatedNorm, KVBuffer, ShortConv, Unsup
 class Layer(NamedTuple):
     """A linear layer on this rank: "GDN" or "KDA", heads, head dims, the dtype of its tokens.
 
-    norm: our calls include its gated norm. fp8: they also quantise its results.
+    norm: our calls include its gated norm. fp8: they also quantise its results. rows: they take
+    whole rows of its projection, decode's with its convolution.
     """
 
     layers: str
@@ -28,6 +29,7 @@ class Layer(NamedTuple):
     lower_bound: float | None = None
     norm: bool = False
     fp8: bool = False
+    rows: bool = False
 
     def tokens(self, T: int, device: torch.device) -> dict[str, Any]:
         """A packed sequence of T tokens."""
@@ -54,6 +56,14 @@ class Layer(NamedTuple):
             conv=ShortConv(weight), windows=windows, has_initial_state=prompt["state_indices"] > 0
         )
 
+    def raw_steps(self, step: dict[str, Any]) -> list[load.Call]:
+        """The decode of raw tokens that `step` is with their convolution, if our kernels run it."""
+        given = self.convolution(step | dict(cu_seqlens=None))
+        raw = step | {name: given[name] for name in ("conv", "windows")}
+        raw |= dict(state=step["state"][:1])  # as many slots as windows
+        calls: list[load.Call] = [("decode", raw)]
+        return [] if not self.rows or load.refused(calls) else calls
+
     def calls(
         self,
         state: Tensor,
@@ -70,57 +80,72 @@ class Layer(NamedTuple):
         tokens; without it there is no verify. ring: of ReplaySSM, or ours, for decode. tree: drafts
         are trees, which only a KVBuffer takes. folds: the ring is ours, and flush folds it.
         """
-        device, zero = state.device, torch.zeros(1, dtype=torch.int32, device=state.device)
-
-        def bounds(T: int) -> Tensor:
-            return torch.tensor([0, T], dtype=torch.int32, device=device)
-
         pool = dict(
-            state=state, state_indices=zero, null_index=0, backend=process.backend_for(state)
+            state=state,
+            state_indices=torch.zeros(1, dtype=torch.int32, device=state.device),
+            null_index=0,
+            backend=process.backend_for(state),
         )
-        norm = GatedNorm(torch.ones(self.V, dtype=self.dtype, device=device))
-
-        def normed(tokens: dict[str, Any]) -> dict[str, Any]:
-            return tokens | (dict(z=tokens["v"], norm=norm) if self.norm else {})
-
-        def steps(T: int) -> dict[str, Any]:
-            return normed(self.tokens(T, device) | pool)
-
-        prompt = self.tokens(process.CHUNK, device) | pool
-        prompt = prompt if process.state.deterministic else normed(prompt)
-        prompt |= dict(cu_seqlens=bounds(process.CHUNK), deterministic=process.state.deterministic)
-        decode = steps(1)
-        calls = dict(decode=[("decode", decode)], prefill=[("prefill", prompt)])
-        if ring and not kernels.ring_lacks(ring):
-            rows = dict(buffer=ring, buffer_indices=zero, buffer_lens=zero)
-            in_ring = [("decode", decode | rows)]
-            if folds:  # and small batches append to none
-                flush = pool | dict(buffer=ring, buffer_indices=zero, num_accepted=zero)
-                in_ring += [("flush", flush), *calls["decode"]]
-            calls["decode"] = in_ring
-        if tracked:
-            checkpoints = state.new_zeros(1, 1, *state.shape[1:])
-            more = dict(checkpoint_lens=zero[:, None], checkpoints=checkpoints)
-            calls["prefill"].append(("prefill", prompt | more))
-        if not process.state.deterministic:
-            calls["prefill"].append(("short_conv", self.convolution(prompt)))
-        in_kvbuffer = isinstance(scratch, KVBuffer)
-        if scratch is None or (tree and not in_kvbuffer):
-            return calls
-        draft = steps(drafts) | dict(cu_seqlens=bounds(drafts))
+        calls = dict(decode=self._decodes(pool, ring, folds), prefill=self._prefills(pool, tracked))
         if isinstance(scratch, KVBuffer):
-            buffer = dict(buffer=scratch, buffer_indices=zero)
-            verify, flush = draft | buffer, pool | buffer | dict(num_accepted=zero)
-            if scratch.u.shape[1] > drafts:  # accepted drafts stay in the row
-                verify |= dict(buffer_lens=zero)
-            if tree:
-                verify |= dict(parents=zero.new_full((1, drafts), -1))
-                flush |= dict(path=zero[:, None])
-            calls["verify"] = [("verify", verify), ("flush", flush)]
-        else:
-            states = dict(intermediate_states=scratch, intermediate_indices=zero)
-            calls["verify"] = [("decode", draft | states | dict(update_state=False))]
+            calls["verify"] = self._drafts_in_rows(pool, scratch, drafts, tree)
+        elif scratch is not None and not tree:
+            states = dict(intermediate_states=scratch, intermediate_indices=pool["state_indices"])
+            draft = self._tokens(pool, drafts, packed=True) | states | dict(update_state=False)
+            calls["verify"] = [("decode", draft)]
         return calls
+
+    def _tokens(
+        self, pool: dict[str, Any], T: int, packed: bool, norm: bool = True
+    ) -> dict[str, Any]:
+        """A call's arguments for one sequence of T tokens, with the norm if the layer's has it."""
+        state = pool["state"]
+        call = self.tokens(T, state.device) | pool
+        if packed:
+            call |= dict(cu_seqlens=torch.tensor([0, T], dtype=torch.int32, device=state.device))
+        if norm and self.norm:
+            weight = torch.ones(self.V, dtype=self.dtype, device=state.device)
+            call |= dict(z=call["v"], norm=GatedNorm(weight))
+        return call
+
+    def _prefills(self, pool: dict[str, Any], tracked: bool) -> list[load.Call]:
+        deterministic, state = process.state.deterministic, pool["state"]
+        prompt = self._tokens(pool, process.CHUNK, packed=True, norm=not deterministic)
+        prompt |= dict(deterministic=deterministic)
+        calls = [("prefill", prompt)]
+        if tracked:
+            lens = pool["state_indices"][:, None]
+            checkpoints = state.new_zeros(1, 1, *state.shape[1:])
+            calls += [("prefill", prompt | dict(checkpoint_lens=lens, checkpoints=checkpoints))]
+        if not deterministic:
+            calls += [("short_conv", self.convolution(prompt))]
+        return calls
+
+    def _decodes(self, pool: dict[str, Any], ring: KVBuffer | None, folds: bool) -> list[load.Call]:
+        decode, zero = self._tokens(pool, 1, packed=False), pool["state_indices"]
+        if ring is None and not process.state.deterministic:
+            return [("decode", decode), *self.raw_steps(decode)]
+        if not ring or kernels.ring_lacks(ring):
+            return [("decode", decode)]
+        rows = dict(buffer=ring, buffer_indices=zero)
+        calls = [("decode", decode | rows | dict(buffer_lens=zero))]
+        if folds:  # and small batches append to none
+            calls += [("flush", pool | rows | dict(num_accepted=zero)), ("decode", decode)]
+        return calls
+
+    def _drafts_in_rows(
+        self, pool: dict[str, Any], buffer: KVBuffer, drafts: int, tree: bool
+    ) -> list[load.Call]:
+        zero = pool["state_indices"]
+        rows = dict(buffer=buffer, buffer_indices=zero)
+        verify = self._tokens(pool, drafts, packed=True) | rows
+        flush = pool | rows | dict(num_accepted=zero)
+        if buffer.u.shape[1] > drafts:  # accepted drafts stay in the row
+            verify |= dict(buffer_lens=zero)
+        if tree:
+            verify |= dict(parents=zero.new_full((1, drafts), -1))
+            flush |= dict(path=zero[:, None])
+        return [("verify", verify), ("flush", flush)]
 
 
 def linear_layers(runner: Any) -> list[Any]:
@@ -148,67 +173,94 @@ def check(backend: Any, runner: Any) -> None:
     log. Raises UnsupportedProblem if kernels are missing and cannot be compiled, or may not be,
     or if decode has a ring and our kernels cannot run it.
     """
-    from sglang.srt.runtime_context import get_exec, max_speculative_num_draft_tokens
+    from sglang.srt.runtime_context import get_exec
 
     warn_of_forks()
     process.state.deterministic = get_exec().deterministic.enable_deterministic_inference
     process.state.trees = process.trees()
     kind = "KDA" if "KDA" in type(backend).__name__ else "GDN"
-    drafts = max_speculative_num_draft_tokens() or 0
-    layer_ids: dict[Layer, int] = {}  # the last layer of each kind
     modules = linear_layers(runner)
+    ours: list[load.Call] = []
+    for layer, layer_id in kinds_of(modules, kind, runner.dtype).items():
+        caches = runner.req_to_token_pool.mamba2_layer_cache(layer_id)
+        ours += our_calls(layer, layer_calls(layer, caches))
+    served = {mode for mode in process.chosen() if (kind, mode) not in process.state.left}
+    install_hooks(backend, modules, kind, served)
+    if ours:  # all modes at once, so that an error names every missing kernel
+        load.load(ours, ours[0][1]["state"].device)
+
+
+def kinds_of(modules: list[Any], kind: str, dtype: torch.dtype) -> dict[Layer, int]:
+    """The kinds of linear layers, and the id of the last of each."""
+    layer_ids: dict[Layer, int] = {}
     for module in modules:
         attn, gate = module.attn, norm.gate_of(module)
         fused = gate is not None, gate is not None and norm.takes_fp8(module, gate)
         heads = attn.num_k_heads, attn.num_v_heads, attn.head_k_dim, attn.head_v_dim
-        layer_ids[Layer(kind, *heads, runner.dtype, attn.lower_bound, *fused)] = attn.layer_id
+        rows = conv.has_whole_rows(module)
+        layer = Layer(kind, *heads, dtype, attn.lower_bound, *fused, rows)
+        layer_ids[layer] = attn.layer_id
+    return layer_ids
+
+
+def layer_calls(layer: Layer, caches: Any) -> dict[str, list[load.Call]]:
+    """The calls of a layer with these caches of the engine, by mode."""
+    from sglang.srt.runtime_context import get_exec, max_speculative_num_draft_tokens
+
+    mamba, own_ring = get_exec().mamba, process.state.decode_ring
+    ring = None
+    if own_ring:
+        ring = own_ring.arguments(caches.temporal, 1)["buffer"]
+    elif mamba.enable_linear_replayssm:
+        given = {f"replayssm_{x}": getattr(caches, f"replayssm_{x}") for x in "dkg"}
+        ring = kernels.ring_of(given | dict(lower_bound=layer.lower_bound))
+    return layer.calls(
+        caches.temporal,
+        mamba.enable_mamba_extra_buffer,
+        getattr(caches, "intermediate_ssm", None),
+        max_speculative_num_draft_tokens() or 0,
+        ring,
+        process.state.trees,
+        folds=own_ring is not None,
+    )
+
+
+def our_calls(layer: Layer, by_mode: dict[str, list[load.Call]]) -> list[load.Call]:
+    """The calls of chosen modes that our kernels run. Logs each mode left to the engine, and why.
+
+    Raises UnsupportedProblem if decode has our ring and our kernels cannot run it.
+    """
     ours: list[load.Call] = []
-    for layer, layer_id in layer_ids.items():
-        caches = runner.req_to_token_pool.mamba2_layer_cache(layer_id)
-        scratch = getattr(caches, "intermediate_ssm", None)
-        tracked = get_exec().mamba.enable_mamba_extra_buffer
-        ring, own_ring = None, process.state.decode_ring
-        if own_ring:
-            ring = own_ring.arguments(caches.temporal, 1)["buffer"]
-        elif get_exec().mamba.enable_linear_replayssm:
-            given = {f"replayssm_{x}": getattr(caches, f"replayssm_{x}") for x in "dkg"}
-            ring = kernels.ring_of(given | dict(lower_bound=layer.lower_bound))
-        by_mode = layer.calls(
-            caches.temporal,
-            tracked,
-            scratch,
-            drafts,
-            ring,
-            process.state.trees,
-            folds=own_ring is not None,
+    for mode in sorted(process.chosen() & by_mode.keys()):
+        calls = by_mode[mode] + (in_fp8(by_mode[mode]) if layer.fp8 else [])
+        refused = load.refused(calls) or card_check.failing(calls, process.LOG)
+        if not refused:
+            ours += calls
+            continue
+        why = process.state.left[layer.layers, mode] = load.why(refused)
+        if process.state.decode_ring and mode == "decode":
+            raise UnsupportedProblem(process.RING_NEEDS, tuple(refused.values()))
+        process.LOG.warning(
+            f"gated_delta leaves {layer.layers} {mode} to the engine's kernel; ours needs {why}"
         )
-        for mode in sorted(process.chosen() & by_mode.keys()):
-            calls = by_mode[mode] + (in_fp8(by_mode[mode]) if layer.fp8 else [])
-            refused = load.refused(calls) or card_check.failing(calls, process.LOG)
-            if refused:
-                why = process.state.left[kind, mode] = load.why(refused)
-                if own_ring and mode == "decode":
-                    raise UnsupportedProblem(process.RING_NEEDS, tuple(refused.values()))
-                process.LOG.warning(
-                    f"gated_delta leaves {kind} {mode} to the engine's kernel; ours needs {why}"
-                )
-            else:
-                ours += calls
-    served = {mode for mode in process.chosen() if (kind, mode) not in process.state.left}
-    if kind == "GDN" and "prefill" in served:
+    return ours
+
+
+def install_hooks(backend: Any, modules: list[Any], kind: str, served: set[str]) -> None:
+    """Hooks into the backend and the layers for the modes that our kernels serve."""
+    prefill = "prefill" in served
+    if kind == "GDN" and prefill:
         kernels.skip_preparation(backend)
         if all(module.attn.activation == "silu" for module in modules):
             graphs.allow(backend)
             conv.hook(backend, modules)
-    elif "prefill" in served:
+    elif prefill:
         graphs.limit(backend)
         conv.hook(backend, ())
-    if process.state.deterministic and "prefill" in served:
+    if process.state.deterministic and prefill:
         cuts.align()
     for module in modules if served else ():
         norm.hook(module)
-    if ours:  # all modes at once, so that an error names every missing kernel
-        load.load(ours, ours[0][1]["state"].device)
 
 
 def warn_of_forks() -> None:

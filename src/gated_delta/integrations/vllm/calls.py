@@ -52,11 +52,11 @@ class Recurrence:
         raise NotImplementedError
 
     def _lower_bound(self) -> float | None:
-        """Of KDA's gate."""
+        """The bound of KDA's log decays; None without one."""
         return None
 
     def _conv_dtype(self) -> torch.dtype:
-        """Of the convolution's weight."""
+        """The dtype of the convolution's weight."""
         return torch.float32 if self.channels else self.inputs
 
     def _gate(self, A_log: Tensor, dt_bias: Tensor) -> Gate:

@@ -19,16 +19,21 @@ from gated_delta.integrations.vllm import process
 class Steps:
     """The steps of vLLM's second model runner, for a StateCheck.
 
-    block: tokens of a block. caller: the module whose `api` the layers call. Of the step that runs:
-    rows, by the batch's order, and each layer's blocks by sequence.
+    cache: vLLM's settings of it. caller: the module whose `api` the layers call. Of the step that
+    runs: rows, by the batch's order, and each layer's blocks by sequence.
     """
 
-    def __init__(self, block: int, caller: Any):
-        self.block, self.caller = block, caller
-        self.check = StateCheck({}, NULL_BLOCK_ID)
+    def __init__(self, cache: Any, caller: Any):
+        self.cache, self.caller = cache, caller
+        self.check = StateCheck({}, NULL_BLOCK_ID, process.logger().info)
         self.watching = False
         self.rows: list[int] = []
         self.blocks: dict[str, list[list[int]]] = {}
+
+    @property
+    def block(self) -> int:
+        """Tokens of a block. vLLM sets it when it has built the model's states."""
+        return int(self.cache.mamba_block_size)
 
     def before(self, batch: Any, tables: Any, cache: Any) -> None:
         """A step's requests and blocks, after vLLM has copied states from block to block."""
@@ -106,7 +111,7 @@ def hook(caller: Any) -> None:
     @functools.wraps(build)
     def built(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         build(self, vllm_config, *args, **kwargs)
-        self.gated_delta_steps = Steps(vllm_config.cache_config.mamba_block_size, caller)
+        self.gated_delta_steps = Steps(vllm_config.cache_config, caller)
 
     @functools.wraps(add)
     def added(self: Any, row: int, request: Any) -> None:

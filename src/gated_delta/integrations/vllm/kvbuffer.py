@@ -179,7 +179,7 @@ def lacks(layer: Any, backend: Any, vllm_config: Any) -> list[str]:
 
 
 def _lacks_of_runner(layer: Any, vllm_config: Any) -> dict[str, bool]:
-    """By need: what vLLM's model runner lacks, in copying and sending states."""
+    """What copying and sending states needs of vLLM's model runner, and whether it lacks it."""
     cache, connector = vllm_config.cache_config, vllm_config.kv_transfer_config
     cached, v1 = cache.mamba_cache_mode != "none", not vllm_config.use_v2_model_runner
     extra = connector.kv_connector_extra_config if connector is not None else {}

@@ -38,7 +38,16 @@ from gated_delta import __version__, api, problem
 from gated_delta.compile import flag
 from gated_delta.integrations.checks import has_aligned_rows, in_chunks
 from gated_delta.integrations.engine import load, projection
-from gated_delta.integrations.vllm import checking, commit, cuts, kvbuffer, process, ring, start
+from gated_delta.integrations.vllm import (
+    checking,
+    commit,
+    cuts,
+    kvbuffer,
+    padded,
+    process,
+    ring,
+    start,
+)
 from gated_delta.integrations.vllm.calls import Recurrence
 from gated_delta.integrations.vllm.start import BACKEND, DEVICE
 from gated_delta.ops.launch import MAX_NORM
@@ -91,6 +100,8 @@ class Core(Recurrence, abstract.MambaBase):
         process.logger().info_once(
             f"gated_delta {__version__}, backend {BACKEND}, in {self.name}: {where}"
         )
+        if self.num_spec:
+            padded.verify_from_zeros(vllm_config.use_v2_model_runner)
         if self.buffered or self.ring:
             self._use_kvbuffer(super().get_attn_backend())
             if self.buffered and not self.room:

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 
+from gated_delta.integrations.engine.ring_lengths import lengths_of
+
 
 class Rows:
     """The lengths of all rows, the same for all layers.
@@ -107,18 +109,13 @@ class Rows:
         return async_tensor_h2d(x, device=self.lens.device)
 
     def _decode(self, rows: Tensor, seq_lens: Tensor, prompts: Any) -> None:
-        n = len(rows)
-        self.step_rows[:n].copy_(rows)
-        lens = torch.index_select(self.lens, 0, rows, out=self.step_lens[:n])
-        after = (lens + 1) % (self.capacity + 1)  # a full row is folded
         due = None if self.block is None else seq_lens % self.block == 0
         if prompts.any():  # one token: its state may be cached or sent
             mask = self._to_device(torch.from_numpy(prompts))
             due = mask if due is None else due | mask
-        if due is not None:
-            after.masked_fill_(due, 0)
-            lens.bitwise_xor_(-due.int())  # ~m
-        self.lens.index_copy_(0, rows, after)
+        step, real = lengths_of(self.lens).step, seq_lens  # no sequence is empty
+        given = due, self.lens, self.step_rows, self.step_lens
+        step(rows, real, *given, tokens=self.capacity)
 
 
 def of(vllm_config: Any) -> Rows | None:

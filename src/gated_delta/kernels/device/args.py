@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32, Uint64
 
+from ..arguments import GROUPED
+
 DTYPES = {"bf16": BFloat16, "fp16": Float16, "fp32": Float32}
 
 
@@ -33,6 +35,16 @@ def tensor_at(args, name, **indices):
     for dim, index in indices.items():
         at = at + offset(index, getattr(args.stride, f"{name}_{dim}"))
     return at
+
+
+def at_value_head(args, name, coord, token, **channel):
+    """Address of a tensor's element of a token and the coord's value head."""
+    stride = getattr(args.stride, f"grouped_{GROUPED[name]}", None)
+    if stride is None:
+        return tensor_at(args, name, n=coord.n, t=token, h=coord.hv, **channel)
+    h = qk_head(coord.hv, args.size.qk_head_factor)
+    in_group = coord.hv - h * args.size.conv_group
+    return tensor_at(args, name, n=coord.n, t=token, h=h, **channel) + offset(in_group, stride)
 
 
 def qk_head(hv, factor):

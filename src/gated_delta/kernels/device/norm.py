@@ -11,7 +11,7 @@ from cutlass.cutlass_dsl import select_
 from ...fp8 import FP8_MAX, LEAST_AMAX
 from ..arguments import ABSENT
 from . import arithmetic, ptx
-from .args import offset, tensor_at
+from .args import at_value_head, offset, tensor_at
 from .recurrent import nothing, shared_tensor, shared_vector
 
 LOG2_E = 1.4426950408889634
@@ -23,7 +23,7 @@ LOADS = 8  # elements of z per thread in flight
 
 
 def z_address(args, coord, dtype, token, row):
-    at = tensor_at(args, "z", n=coord.n, t=token, h=coord.hv)
+    at = at_value_head(args, "z", coord, token)
     return at + row * (dtype.width // 8)
 
 
@@ -163,7 +163,7 @@ class NoNorm:
     def __init__(self, dtype):
         self.dtype = dtype
 
-    prefetch = load_first = init_barrier = stage = wait_for_cluster = finish = nothing
+    prefetch = load_first = init_barrier = stage = wait_for_cluster = finish = join = nothing
 
     def store_zero(self, args, coord, at, token):
         ptx.store(self.dtype, at, Float32(0))
@@ -196,6 +196,7 @@ class GatedNorm:
 
     def __init__(self, V, ctas, dtype, threads, tokens, sum_lanes, record, fp8=False):
         self.V, self.ctas, self.dtype, self.fp8 = V, ctas, dtype, fp8
+        self.heads = 0
         self.unused = () if fp8 else FP8
         self.sum_lanes, self.record = sum_lanes, record
         self.threads, self.warps = threads, threads // 32
@@ -208,6 +209,10 @@ class GatedNorm:
         self.one_row = threads % self.factor_rows == 0  # a thread's elements all have one row
         self.token_words = V + self.factor_rows
         self.barrier_words = 4 if ctas > 1 else 0
+
+    def join(self, heads):
+        """Become part of a cluster of so many heads, whose barrier a convolution handles."""
+        self.heads = heads
 
     def at(self, draft):
         return draft.shared + draft.args.size.T * self.record
@@ -289,12 +294,13 @@ class GatedNorm:
                 cute.arch.mbarrier_init(barrier, 1)
                 cute.arch.mbarrier_init_fence()
                 cute.arch.mbarrier_arrive_and_expect_tx(barrier, draft.length * self.V * 4)
-            cute.arch.cluster_arrive_relaxed()
+            if cutlass.const_expr(not self.heads):
+                cute.arch.cluster_arrive_relaxed()
 
     @cute.jit
     def wait_for_cluster(self):
         """Wait until every CTA of the cluster has initialised its mbarrier."""
-        if cutlass.const_expr(self.ctas > 1):
+        if cutlass.const_expr(self.ctas > 1 and not self.heads):
             cute.arch.cluster_wait()
 
     @cute.jit
@@ -314,9 +320,10 @@ class GatedNorm:
             at = (shared + (self.barrier_words + t * self.token_words + coord.o_row)).toint()
             for first in cutlass.range_constexpr(0, self.ctas, self.sum_lanes):
                 cta = first + lane
-                ptx.store_async(
-                    at, shared.toint(), cutlass.min(cta, self.ctas - 1), o, cta < self.ctas
-                )
+                target = cutlass.min(cta, self.ctas - 1)
+                if cutlass.const_expr(self.heads > 1):
+                    target = target + coord.hv % self.heads * self.ctas
+                ptx.store_async(at, shared.toint(), target, o, cta < self.ctas)
 
     @cute.jit
     def finish(self, draft, o_at):

@@ -19,6 +19,22 @@ L2_LINE = 128  # bytes per L2 fetch
 EVICT_NORMAL, EVICT_LAST, EVICT_FIRST = 0x16F0000000000000, 0x14F0000000000000, 0x12F0000000000000
 
 
+def _emit(code, *operands):
+    """Emit an instruction without a result; its operands are {$r0}, {$r1}, ..."""
+    cute.arch.inline_ptx(code, read_only_args=list(operands))
+
+
+def _emit_if(condition, code, *operands):
+    """Emit an instruction that runs where the condition is true."""
+    test = f"setp.ne.s32 p, {{$r{len(operands)}}}, 0;"
+    _emit(f"{{ .reg .pred p; {test} @p {code} }}", *operands, Int32(condition))
+
+
+def _value(dtype, code, *operands):
+    """The result {$w0} of an instruction."""
+    return cute.arch.inline_ptx(code, write_only_types=[dtype], read_only_args=list(operands))
+
+
 # ------------------------------------------------------------ loads
 
 
@@ -221,10 +237,7 @@ def scalar_from_bits(bits, kind):
 
 def prefetch_l2(address, condition):
     """Prefetch an address's line into L2 where the condition is true; it must be mapped."""
-    cute.arch.inline_ptx(
-        "{ .reg .pred p; setp.ne.s32 p, {$r1}, 0; @p prefetch.global.L2 [{$r0}]; }",
-        read_only_args=[address, Int32(condition)],
-    )
+    _emit_if(condition, "prefetch.global.L2 [{$r0}];", address)
 
 
 # ------------------------------------------------------------ stores
@@ -242,36 +255,33 @@ def store_if(dtype, address, value, condition):
         bits, kind = value.bitcast(Uint32), "b32"
     else:
         bits, kind = value.to(dtype).bitcast(Uint16), "b16"
-    cute.arch.inline_ptx(
-        f"{{ .reg .pred p; setp.ne.s32 p, {{$r2}}, 0; @p st.global.{kind} [{{$r0}}], {{$r1}}; }}",
-        read_only_args=[address, bits, Int32(condition)],
-    )
+    _emit_if(condition, f"st.global.{kind} [{{$r0}}], {{$r1}};", address, bits)
 
 
 def store_half(address, half, condition):
     """Store 16 bits to global memory where the condition is true."""
-    cute.arch.inline_ptx(
-        "{ .reg .pred p; setp.ne.s32 p, {$r2}, 0; @p st.global.b16 [{$r0}], {$r1}; }",
-        read_only_args=[address, half, Int32(condition)],
-    )
+    _emit_if(condition, "st.global.b16 [{$r0}], {$r1};", address, half)
 
 
 def store_e4m3(address, value, condition=True):
     """Store one fp32 number as e4m3 where the condition is true; it saturates, NaN stays NaN."""
-    cute.arch.inline_ptx(
+    _emit(
         "{ .reg .pred p; .reg .b16 pair; setp.ne.s32 p, {$r3}, 0; "
         "cvt.rn.satfinite.e4m3x2.f32 pair, {$r2}, {$r1}; @p st.global.b8 [{$r0}], pair; }",
-        read_only_args=[address, value, Float32(0), Int32(condition)],
+        address,
+        value,
+        Float32(0),
+        Int32(condition),
     )
 
 
 def e4m3_x4(numbers):
     """A word of four fp32 numbers as e4m3; they saturate, NaN stays NaN."""
-    return cute.arch.inline_ptx(
+    return _value(
+        Uint32,
         "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, {$r1}, {$r0}; "
         "cvt.rn.satfinite.e4m3x2.f32 high, {$r3}, {$r2}; mov.b32 {$w0}, {low, high}; }",
-        write_only_types=[Uint32],
-        read_only_args=list(numbers),
+        *numbers,
     )
 
 
@@ -299,11 +309,7 @@ def store_words(address, words, condition):
     source, vector = (
         (names[0], "") if len(words) == 1 else (f"{{{', '.join(names)}}}", f".v{len(words)}")
     )
-    cute.arch.inline_ptx(
-        f"{{ .reg .pred p; setp.ne.s32 p, {{$r{len(words) + 1}}}, 0; "
-        f"@p st.global{vector}.b32 [{{$r0}}], {source}; }}",
-        read_only_args=[address, *words, Int32(condition)],
-    )
+    _emit_if(condition, f"st.global{vector}.b32 [{{$r0}}], {source};", address, *words)
 
 
 # ------------------------------------------------------------ shared memory
@@ -311,9 +317,7 @@ def store_words(address, words, condition):
 
 def load_shared(address):
     """Load a 32-bit word."""
-    return cute.arch.inline_ptx(
-        "ld.shared.b32 {$w0}, [{$r0}];", write_only_types=[Uint32], read_only_args=[address]
-    )
+    return _value(Uint32, "ld.shared.b32 {$w0}, [{$r0}];", address)
 
 
 def load_shared_x4(address):
@@ -355,18 +359,13 @@ def load_shared_as_f32(address, dtype):
     """Load a number of `dtype` as fp32."""
     if dtype is Float32:
         return load_shared_f32(address)
-    half = cute.arch.inline_ptx(
-        "ld.shared.b16 {$w0}, [{$r0}];", write_only_types=[Uint16], read_only_args=[address]
-    )
+    half = _value(Uint16, "ld.shared.b16 {$w0}, [{$r0}];", address)
     return half.bitcast(dtype).to(Float32)
 
 
 def store_shared(address, word, condition=True):
     """Store a 32-bit word where the condition is true."""
-    cute.arch.inline_ptx(
-        "{ .reg .pred p; setp.ne.s32 p, {$r2}, 0; @p st.shared.b32 [{$r0}], {$r1}; }",
-        read_only_args=[address, word, Int32(condition)],
-    )
+    _emit_if(condition, "st.shared.b32 [{$r0}], {$r1};", address, word)
 
 
 def store_shared_f32(address, x):
@@ -377,21 +376,17 @@ def store_shared_f32(address, x):
 def store_shared_half(address, x):
     """Store an fp32 number as fp16."""
     half = x.to(Float16).bitcast(Uint16)
-    cute.arch.inline_ptx("st.shared.b16 [{$r0}], {$r1};", read_only_args=[address, half])
+    _emit("st.shared.b16 [{$r0}], {$r1};", address, half)
 
 
 def store_shared_x2(address, words):
     """Store two words to a multiple of 8 bytes."""
-    cute.arch.inline_ptx(
-        "st.shared.v2.b32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[address, *words]
-    )
+    _emit("st.shared.v2.b32 [{$r0}], {{$r1}, {$r2}};", address, *words)
 
 
 def store_shared_x4(address, words):
     """Store four words to a multiple of 16 bytes."""
-    cute.arch.inline_ptx(
-        "st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *words]
-    )
+    _emit("st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", address, *words)
 
 
 def ldmatrix_x4(address):
@@ -424,19 +419,16 @@ def stmatrix_x4_trans(address, words):
             row = shuffle_sync(address, offset=8 * i + lane // 4)
             store_shared(row + lane % 4 * 4, transposed(word))
         return
-    cute.arch.inline_ptx(
+    _emit(
         "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
-        read_only_args=[address, *words],
+        address,
+        *words,
     )
 
 
 def transposed(word):
     """A warp's 8 x 8 matrix of 16-bit numbers, a lane with two of a row, transposed."""
-    return cute.arch.inline_ptx(
-        "movmatrix.sync.aligned.m8n8.trans.b16 {$w0}, {$r0};",
-        write_only_types=[Uint32],
-        read_only_args=[word],
-    )
+    return _value(Uint32, "movmatrix.sync.aligned.m8n8.trans.b16 {$w0}, {$r0};", word)
 
 
 # ------------------------------------------------------------ asynchronous copies, pipelines
@@ -474,9 +466,9 @@ def mbarrier_arrive(barrier):
     if levels.current().bulk_copies:
         cute.arch.mbarrier_arrive(barrier)
         return
-    cute.arch.inline_ptx(
+    _emit(
         "{ .reg .b64 state; mbarrier.arrive.shared::cta.b64 state, [{$r0}]; }",
-        read_only_args=[Int32(barrier.toint())],
+        Int32(barrier.toint()),
     )
 
 
@@ -501,18 +493,23 @@ def mbarrier(address):
 
 def bulk_load(shared, source, size, barrier):
     """Bulk copy of `size` bytes from global to shared memory; the mbarrier counts the bytes."""
-    cute.arch.inline_ptx(
+    _emit(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
         "[{$r0}], [{$r1}], {$r2}, [{$r3}];",
-        read_only_args=[shared, source, Int32(size), barrier],
+        shared,
+        source,
+        Int32(size),
+        barrier,
     )
 
 
 def bulk_store(target, shared, size):
     """Bulk copy of `size` bytes from shared to global memory; commits it as one bulk group."""
-    cute.arch.inline_ptx(
+    _emit(
         "cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};",
-        read_only_args=[target, shared, Int32(size)],
+        target,
+        shared,
+        Int32(size),
     )
     cute.arch.cp_async_bulk_commit_group()
 
@@ -530,18 +527,16 @@ def bulk_prefetch_l2(address, size, condition):
     """
     if not levels.current().bulk_copies:
         return
-    cute.arch.inline_ptx(
-        "{ .reg .pred p; setp.ne.s32 p, {$r2}, 0; "
-        "@p cp.async.bulk.prefetch.L2.global [{$r0}], {$r1}; }",
-        read_only_args=[address, Int32(size), Int32(condition)],
-    )
+    _emit_if(condition, "cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};", address, Int32(size))
 
 
 def cp_async_or_zero(shared, source, condition):
     """cp.async of 16 bytes to shared memory; zeros where the condition is false."""
-    cute.arch.inline_ptx(
+    _emit(
         "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};",
-        read_only_args=[shared, source, Int32(select_(condition, 16, 0))],
+        shared,
+        source,
+        Int32(select_(condition, 16, 0)),
     )
 
 
@@ -563,16 +558,12 @@ def cp_async_arrive(barrier):
 
     The mbarrier's expected arrivals must include this one.
     """
-    cute.arch.inline_ptx(
-        "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [{$r0}];", read_only_args=[barrier]
-    )
+    _emit("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [{$r0}];", barrier)
 
 
 def atomic_increment(address):
     """Add 1 to a counter in global memory; returns the old value."""
-    return cute.arch.inline_ptx(
-        "atom.global.add.u32 {$w0}, [{$r0}], 1;", write_only_types=[Int32], read_only_args=[address]
-    )
+    return _value(Int32, "atom.global.add.u32 {$w0}, [{$r0}], 1;", address)
 
 
 def release_increment(address):
@@ -583,44 +574,36 @@ def release_increment(address):
     the alias proxy alone: so one fence stands here, and one behind the reader's acquire.
     """
     cute.arch.fence_proxy("async.global")
-    cute.arch.inline_ptx("red.release.gpu.global.add.u32 [{$r0}], 1;", read_only_args=[address])
+    _emit("red.release.gpu.global.add.u32 [{$r0}], 1;", address)
 
 
 def increment(address):
     """Add 1 to a counter in global memory, without ordering."""
-    cute.arch.inline_ptx("red.relaxed.gpu.global.add.u32 [{$r0}], 1;", read_only_args=[address])
+    _emit("red.relaxed.gpu.global.add.u32 [{$r0}], 1;", address)
 
 
 def load_relaxed(address):
     """Load a counter from global memory, without ordering; the value may be stale."""
-    return cute.arch.inline_ptx(
-        "ld.relaxed.gpu.global.u32 {$w0}, [{$r0}];",
-        write_only_types=[Int32],
-        read_only_args=[address],
-    )
+    return _value(Int32, "ld.relaxed.gpu.global.u32 {$w0}, [{$r0}];", address)
 
 
 def nanosleep(ns):
     """Suspend the thread for about `ns` nanoseconds."""
-    cute.arch.inline_ptx("nanosleep.u32 {$r0};", read_only_args=[Uint32(ns)])
+    _emit("nanosleep.u32 {$r0};", Uint32(ns))
 
 
 def load_acquire(address):
     """Load a counter from global memory; acquires the writes released by its increments."""
-    return cute.arch.inline_ptx(
-        "ld.acquire.gpu.global.u32 {$w0}, [{$r0}];",
-        write_only_types=[Int32],
-        read_only_args=[address],
-    )
+    return _value(Int32, "ld.acquire.gpu.global.u32 {$w0}, [{$r0}];", address)
 
 
 def sync_threads_or(condition):
     """CTA barrier; returns True if the condition is true in any thread."""
-    any_true = cute.arch.inline_ptx(
+    any_true = _value(
+        Int32,
         "{ .reg .pred p, any; setp.ne.s32 p, {$r0}, 0; "
         "barrier.cta.red.or.pred any, 0, p; selp.s32 {$w0}, 1, 0, any; }",
-        write_only_types=[Int32],
-        read_only_args=[Int32(condition)],
+        Int32(condition),
     )
     return any_true != 0
 
@@ -635,9 +618,7 @@ def select(condition, yes, no):
 
 def opaque(x):
     """x, opaque to the compiler: it recomputes values of x at each use and holds no registers."""
-    return cute.arch.inline_ptx(
-        "mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x]
-    )
+    return _value(Int32, "mov.b32 {$w0}, {$r0};", x)
 
 
 def unpack(words, dtype):
@@ -666,11 +647,7 @@ def pack(xs, dtype):
         return [x.bitcast(Uint32) for x in xs]
     kind = {BFloat16: "bf16x2", Float16: "satfinite.f16x2"}[dtype]
     return [
-        cute.arch.inline_ptx(
-            f"cvt.rn.{kind}.f32 {{$w0}}, {{$r1}}, {{$r0}};",
-            write_only_types=[Uint32],
-            read_only_args=[low, high],
-        )
+        _value(Uint32, f"cvt.rn.{kind}.f32 {{$w0}}, {{$r1}}, {{$r0}};", low, high)
         for low, high in zip(xs[::2], xs[1::2], strict=True)
     ]
 
@@ -714,11 +691,7 @@ def mma_sync(accumulators, a, b, dtype):
 
 def pack_x2(low, high, dtype):
     """Round two fp32 numbers to fp16 or bf16 and pack them into a word."""
-    return cute.arch.inline_ptx(
-        f"cvt.rn.{_x2(dtype)}.f32 {{$w0}}, {{$r1}}, {{$r0}};",
-        write_only_types=[Uint32],
-        read_only_args=[low, high],
-    )
+    return _value(Uint32, f"cvt.rn.{_x2(dtype)}.f32 {{$w0}}, {{$r1}}, {{$r0}};", low, high)
 
 
 def pack_pairs(xs, dtype=Float16):
@@ -731,38 +704,32 @@ def scale_bf16_to_fp16(word, factor):
 
     One block of PTX, because the compiler would hold unpacked numbers in registers.
     """
-    return cute.arch.inline_ptx(
+    return _value(
+        Uint32,
         "{ .reg .b32 both, low, high; prmt.b32 both, {$r1}, 0, 0x3232; "
         "mul.rn.bf16x2 both, {$r0}, both; "
         "shl.b32 low, both, 16; and.b32 high, both, 0xffff0000; "
         "cvt.rn.f16x2.f32 {$w0}, high, low; }",
-        write_only_types=[Uint32],
-        read_only_args=[word, factor],
+        word,
+        factor,
     )
 
 
 def mul_x2(x, y, dtype=Float16):
     """Element-wise product of two words of two 16-bit numbers."""
     if dtype is BFloat16 and not levels.current().bulk_copies:
-        return cute.arch.inline_ptx(  # x y + -0 is the product, whose sign of zero stays
+        return _value(
+            Uint32,
             "{ .reg .b32 z; mov.b32 z, 0x80008000; fma.rn.bf16x2 {$w0}, {$r0}, {$r1}, z; }",
-            write_only_types=[Uint32],
-            read_only_args=[x, y],
+            x,
+            y,
         )
-    return cute.arch.inline_ptx(
-        f"mul.rn.{_x2(dtype)} {{$w0}}, {{$r0}}, {{$r1}};",
-        write_only_types=[Uint32],
-        read_only_args=[x, y],
-    )
+    return _value(Uint32, f"mul.rn.{_x2(dtype)} {{$w0}}, {{$r0}}, {{$r1}};", x, y)
 
 
 def fma_x2(x, y, z):
     """Element-wise x y + z of words of two fp16 numbers."""
-    return cute.arch.inline_ptx(
-        "fma.rn.f16x2 {$w0}, {$r0}, {$r1}, {$r2};",
-        write_only_types=[Uint32],
-        read_only_args=[x, y, z],
-    )
+    return _value(Uint32, "fma.rn.f16x2 {$w0}, {$r0}, {$r1}, {$r2};", x, y, z)
 
 
 def max_abs_x2(x, y, dtype):
@@ -772,13 +739,9 @@ def max_abs_x2(x, y, dtype):
     """
     if not levels.current().bulk_copies:
         x, y = (word & Uint32(0x7FFF7FFF) for word in (x, y))
-        return cute.arch.inline_ptx(
-            f"max.{_x2(dtype)} {{$w0}}, {{$r0}}, {{$r1}};",
-            write_only_types=[Uint32],
-            read_only_args=[x, y],
-        )
+        return _value(Uint32, f"max.{_x2(dtype)} {{$w0}}, {{$r0}}, {{$r1}};", x, y)
     instruction = f"max.xorsign.abs.{_x2(dtype)} {{$w0}}, {{$r0}}, {{$r1}};"
-    return cute.arch.inline_ptx(instruction, write_only_types=[Uint32], read_only_args=[x, y])
+    return _value(Uint32, instruction, x, y)
 
 
 def _x2(dtype):
@@ -787,20 +750,12 @@ def _x2(dtype):
 
 def warp_max(x):
     """Maximum over a warp's unsigned 32-bit numbers."""
-    return cute.arch.inline_ptx(
-        "redux.sync.max.u32 {$w0}, {$r0}, 0xffffffff;",
-        write_only_types=[Uint32],
-        read_only_args=[x],
-    )
+    return _value(Uint32, "redux.sync.max.u32 {$w0}, {$r0}, 0xffffffff;", x)
 
 
 def warp_sum(x):
     """Sum over a warp's unsigned 32-bit numbers."""
-    return cute.arch.inline_ptx(
-        "redux.sync.add.u32 {$w0}, {$r0}, 0xffffffff;",
-        write_only_types=[Uint32],
-        read_only_args=[x],
-    )
+    return _value(Uint32, "redux.sync.add.u32 {$w0}, {$r0}, 0xffffffff;", x)
 
 
 def lowest_bit(x):
@@ -810,58 +765,42 @@ def lowest_bit(x):
 
 def fmax(x, y):
     """Maximum; with one NaN the other number."""
-    return cute.arch.inline_ptx(
-        "max.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, y]
-    )
+    return _value(Float32, "max.f32 {$w0}, {$r0}, {$r1};", x, y)
 
 
 def fmax_nan(x, y):
     """Maximum; NaN if either is NaN."""
-    return cute.arch.inline_ptx(
-        "max.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, y]
-    )
+    return _value(Float32, "max.NaN.f32 {$w0}, {$r0}, {$r1};", x, y)
 
 
 def fmin_nan(x, y):
     """Minimum; NaN if either is NaN."""
-    return cute.arch.inline_ptx(
-        "min.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, y]
-    )
+    return _value(Float32, "min.NaN.f32 {$w0}, {$r0}, {$r1};", x, y)
 
 
 def exp2(x):
     """2**x, 0 below 2**-126."""
-    return cute.arch.inline_ptx(
-        "ex2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x]
-    )
+    return _value(Float32, "ex2.approx.ftz.f32 {$w0}, {$r0};", x)
 
 
 def log2(x):
-    return cute.arch.inline_ptx(
-        "lg2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x]
-    )
+    return _value(Float32, "lg2.approx.ftz.f32 {$w0}, {$r0};", x)
 
 
 def rsqrt_or_zero(x):
     """1 / sqrt(x), but 0 for x below 2**-126."""
-    return cute.arch.inline_ptx(
+    return _value(
+        Float32,
         "{ .reg .pred p; setp.gt.ftz.f32 p, {$r0}, 0f00000000; mov.f32 {$w0}, 0f00000000; "
         "@p rsqrt.approx.ftz.f32 {$w0}, {$r0}; }",
-        write_only_types=[Float32],
-        read_only_args=[x],
+        x,
     )
 
 
 def divide(x, y):
     """x / y within 2 units, 0 for y above 2**126."""
-    return cute.arch.inline_ptx(
-        "div.approx.ftz.f32 {$w0}, {$r0}, {$r1};",
-        write_only_types=[Float32],
-        read_only_args=[x, y],
-    )
+    return _value(Float32, "div.approx.ftz.f32 {$w0}, {$r0}, {$r1};", x, y)
 
 
 def reciprocal(x):
-    return cute.arch.inline_ptx(
-        "rcp.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x]
-    )
+    return _value(Float32, "rcp.approx.ftz.f32 {$w0}, {$r0};", x)

@@ -10,7 +10,7 @@ from cutlass.cutlass_dsl import select_
 
 from ..arguments import ABSENT, lanes_per_row
 from . import arithmetic, ptx
-from .args import DTYPES, Args, offset, qk_head, tensor_at
+from .args import DTYPES, Args, at_value_head, offset, qk_head, tensor_at
 
 
 def without(arguments, *prefixes):
@@ -228,6 +228,8 @@ class Loaded(NamedTuple):
     state: Any
     v: Any
     z: Any
+    conv: Any = None
+    """Taps of the thread's channels: conv.py. It replaces qk and v."""
 
 
 class Tokens:
@@ -333,18 +335,18 @@ class Tokens:
     # ------------------------------------------------------------ v, beta and gates
 
     def v_address(self, args, coord, token, row):
-        at = tensor_at(args, "v", n=coord.n, t=token, h=coord.hv)
+        at = at_value_head(args, "v", coord, token)
         return at + row * (self.dtype.width // 8)
 
     def load_beta(self, draft, t, condition):
         """Load raw beta of token t as fp32."""
         args, coord = draft.args, draft.coord
-        at = tensor_at(args, "beta", n=coord.n, t=draft.start + t, h=coord.hv)
+        at = at_value_head(args, "beta", coord, draft.start + t)
         return ptx.load_scalar(at, Int32(select_(condition, args.size.beta_kind, Int32(ABSENT))))
 
     def g_address(self, args, coord, token, channel):
         channels = {} if channel is None else dict(c=channel)
-        return tensor_at(args, "g", n=coord.n, t=token, h=coord.hv, **channels)
+        return at_value_head(args, "g", coord, token, **channels)
 
     def load_g(self, draft, t, channel, condition):
         """Load raw g of token t and, for KDA, a channel."""

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from gated_delta import api
 from gated_delta.integrations.engine import releases
+from gated_delta.integrations.engine.ring_lengths import lengths_of
 from gated_delta.integrations.sglang import process
-from gated_delta.integrations.sglang.records import ring_lengths
 from gated_delta.problem import KVBuffer
 
 _EXTEND = (
@@ -32,6 +32,7 @@ class Ring:
 
     states: [layers, P, HV, V, K], the engine's. lens: [rows], tokens that the state lacks.
     taken: rows that requests took since the last forward; their lengths are another request's.
+    whole: rows that lack no tokens, as far as the host knows: it does not know a step's rows.
     step_rows, step_lens: of the batch that runs, as decode or verify reads them; CUDA graphs know
     them. drafts: the tokens that a verify appends to a row; 0 if decode appends. heads: decode
     appends in batches of so many value heads over all sequences; smaller ones read whole states.
@@ -45,6 +46,7 @@ class Ring:
         self.layers = [buffer.layer(i) for i in range(len(states))]
         self.lens = torch.zeros(rows, dtype=torch.int32, device=device)
         self.taken: list[int] = []
+        self.whole = set(range(rows))
         # Data-parallel attention pads batches by less than its ranks.
         self.step_rows = torch.zeros(2 * rows + 64, dtype=torch.int64, device=device)
         self.step_lens = torch.zeros_like(self.step_rows, dtype=torch.int32)
@@ -71,6 +73,7 @@ class Ring:
         def alloc_rows(number: int) -> list[int] | None:
             rows = take(number)
             self.taken += rows or ()
+            self.whole.update(rows or ())
             return rows
 
         requests.alloc_rows = alloc_rows
@@ -112,15 +115,6 @@ class Ring:
         backend = process.backend_for(self.states)
         api.flush(self.states, self.buffer, self.lens[rows], **where, backend=backend)
         self.lens.index_fill_(0, rows, 0)
-
-
-def lengths_of(x: Tensor) -> Any:
-    """The module that updates lengths on x's device."""
-    if not x.is_cuda:
-        return ring_lengths
-    from gated_delta.integrations.sglang.records import ring_kernels
-
-    return ring_kernels
 
 
 def register_folds() -> None:
@@ -172,10 +166,13 @@ def attach(backend: Any) -> None:
     def before(batch: Any, mode: Any, slots: Tensor) -> None:
         if not ring.drafts:
             ring.empty()
+        elif mode.is_target_verify():
+            ring.whole.clear()
         if not mode.is_decode():
             return
         if ring.pays(len(slots)):
             ring.filled = True
+            ring.whole.clear()
         elif ring.filled or ring.drafts:  # a decode that reads no rows
             ring.fold(batch.req_pool_indices, slots)
             ring.filled = False  # of other requests too: they come back through prefill
@@ -210,7 +207,12 @@ def _before_extend(_: None, runner: Any, batch: Any) -> None:
     mode = batch.logical_forward_mode
     if ring is None or runner.is_draft_worker or not mode.is_extend() or mode.is_target_verify():
         return
-    ring.fold(batch.req_pool_indices, pool.get_mamba_indices(batch.req_pool_indices))
+    rows, known = batch.req_pool_indices, set(batch.req_pool_indices_cpu.tolist()) - {0}
+    if known <= ring.whole:  # of new requests, as a rule
+        ring.empty()
+        return
+    ring.fold(rows, pool.get_mamba_indices(rows))
+    ring.whole |= known
 
 
 def _before_backup(request: Any, _: Any, pool: Any, *__: Any, **___: Any) -> None:

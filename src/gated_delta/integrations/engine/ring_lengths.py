@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 import torch
 from torch import Tensor
+
+
+def lengths_of(x: Tensor) -> Any:
+    """The module that updates lengths on x's device."""
+    if not x.is_cuda:
+        return sys.modules[__name__]
+    from gated_delta.integrations.engine import ring_kernels
+
+    return ring_kernels
 
 
 def step(
@@ -20,7 +32,7 @@ def step(
 
     rows, slots: [N]; slots up to 0 pad, and get row 0. due: [N], bool, rows that decode must fold.
     lens: [rows of the ring], the tokens in each. step_rows, step_lens: [N or more], as decode reads
-    them. tokens: a row's capacity; 0 advances none.
+    them. All are contiguous. tokens: a row's capacity; 0 advances none.
     """
     N, real = len(slots), slots > 0
     row = rows[:N] * real

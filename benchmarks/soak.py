@@ -1,0 +1,492 @@
+"""A soak of the plug-ins: thousands of requests in a rush, judged by the engine's own answers.
+
+Engines run side by side on one GPU: the truth (the engine's kernels, neither prefix cache nor
+drafts) and ours, with records kept in rows. Requests share beginnings, go on from earlier answers,
+are aborted, and are preempted, since caches are small. Every answer must equal the truth's, or part
+from it where its best tokens tie.
+
+    python -m benchmarks.soak vllm --model kda --seconds 200
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gated_delta
+
+from .models import MODELS
+from .serve import TOP
+from .tokens import compared, save_random
+
+HEADS = 4
+"""Value heads of both models."""
+VOCABULARY = dict(gdn=256, kda=64)
+TIES = dict(gdn=0.125, kda=0.25)
+"""The log probability that the truth's token may have above another one's, where answers part."""
+RING_FROM = 24
+"""Requests from which SGLang's ring is used; the models' heads are few."""
+GRACE = 3
+"""Seconds after a rush's end, in which its last answers end; others are dropped."""
+SAMPLE = 2
+"""With --check one request in so many is worked out again."""
+
+
+class Side(NamedTuple):
+    """An engine. ours: our kernels. records: the last word of the variable that keeps them."""
+
+    ours: bool = False
+    cache: bool = True
+    drafts: bool = False
+    records: str = ""
+
+
+SIDES = dict(
+    truth=Side(cache=False),
+    theirs=Side(drafts=True),
+    plain=Side(ours=True),
+    ring=Side(ours=True, records="RING"),
+    drafts=Side(ours=True, drafts=True, records="KVBUFFER"),
+)
+
+
+class Request(NamedTuple):
+    """name, its prompt, tokens to answer, and seconds after which it is aborted, or None."""
+
+    name: str
+    prompt: list[int]
+    new: int
+    abort: float | None
+
+
+class Rush(NamedTuple):
+    """Requests, `at_once` of them at a time, until the wall clock's `end`. top: with the truth's
+    log probabilities."""
+
+    requests: list[Request]
+    at_once: int
+    end: float
+    top: bool
+
+
+# --------------------------------------------------------------------------- a process, its engine
+
+
+def sglang(model: str, kind: str, side: Side, check: bool) -> Callable[[Rush], dict[str, Any]]:
+    import sglang
+
+    port = 20000 + os.getpid() % 20000  # several engines start at once
+    options: dict[str, Any] = dict(random_seed=0, skip_tokenizer_init=True, port=port)
+    options |= dict(attention_backend="triton", sampling_backend="pytorch", grammar_backend="none")
+    options |= dict(enable_fp32_lm_head=True, mamba_ssm_dtype="float32", mem_fraction_static=0.5)
+    options |= dict(max_running_requests=64, max_mamba_cache_size=400, max_total_tokens=16000)
+    options |= dict(cuda_graph_max_bs_decode=64, chunked_prefill_size=1024, context_length=2048)
+    options |= dict(schedule_conservativeness=0.3, sleep_on_idle=True, log_level="info")
+    if side.cache:
+        options |= dict(mamba_radix_cache_strategy="extra_buffer", mamba_track_interval=64)
+    else:
+        options |= dict(disable_radix_cache=True, max_total_tokens=64000)
+    modes = ("decode", "prefill", *(["verify"] if side.drafts else [])) if side.ours else ()
+    options |= {f"linear_attn_{mode}_backend": "gated_delta" for mode in modes}
+    if side.drafts:  # with more SGLang takes drafts that fork for lines
+        options |= dict(speculative_algorithm="NGRAM", speculative_num_draft_tokens=2)
+        options |= dict(speculative_ngram_max_bfs_breadth=1)
+    else:
+        options |= dict(enable_mixed_chunk=True)
+    options |= dict(disable_cuda_graph=True) if check else {}
+    engine = sglang.Engine(model_path=model, **options)
+    counts = dict(cached=0, accepted=0)
+
+    async def run(rush: Rush) -> dict[str, Any]:
+        gate, answers = asyncio.Semaphore(rush.at_once), dict[str, Any]()
+
+        async def one(request: Request) -> None:
+            async with gate:
+                if time.time() > rush.end:
+                    return
+                more = dict(return_logprob=True, top_logprobs_num=TOP) if rush.top else {}
+                sampling = dict(temperature=0, max_new_tokens=request.new, ignore_eos=True)
+                named = dict(input_ids=request.prompt, rid=request.name)
+                call = engine.async_generate(**named, sampling_params=sampling, **more)
+                task = asyncio.ensure_future(call)
+                if request.abort is not None:
+                    await asyncio.wait([task], timeout=request.abort)
+                    engine.tokenizer_manager.abort_request(request.name)
+                try:
+                    answer = await task
+                except Exception:  # the engine's, for one that is aborted before it runs
+                    if request.abort is None:
+                        raise
+                    answers[request.name] = [[], []]
+                    return
+            meta, tokens = answer["meta_info"], answer["output_ids"]
+            best = meta.get("output_top_logprobs") or []
+            top = [[(token, logprob) for logprob, token, *_ in p] for p in best]
+            answers[request.name] = [tokens, top]
+            counts["cached"] += meta.get("cached_tokens", 0)
+            if verifies := meta.get("spec_verify_ct", 0):
+                counts["accepted"] += len(tokens) - verifies
+
+        tasks = [asyncio.ensure_future(one(request)) for request in rush.requests]
+        await asyncio.wait(tasks, timeout=max(0, rush.end + GRACE - time.time()))
+        for task in tasks:
+            task.result() if task.done() else task.cancel()
+        return dict(answers=answers, counts=counts)
+
+    return lambda rush: dict(engine.loop.run_until_complete(run(rush)))
+
+
+def vllm(model: str, kind: str, side: Side, check: bool) -> Callable[[Rush], dict[str, Any]]:
+    from vllm import LLM, SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    graphs = dict(compilation_config=dict(mode=0, cudagraph_mode="FULL_DECODE_ONLY"))
+    attention = dict(gdn="TRITON_ATTN", kda="TRITON_MLA")[kind]
+    options: dict[str, Any] = dict(seed=0, skip_tokenizer_init=True, disable_log_stats=False)
+    options |= dict(attention_backend=attention, gdn_prefill_backend="triton", dtype="bfloat16")
+    options |= dict(hf_overrides=dict(head_dtype="float32"), mamba_ssm_cache_dtype="float32")
+    options |= dict(max_model_len=2048, max_num_seqs=32, max_num_batched_tokens=768)
+    options |= dict(gpu_memory_utilization=0.1, enable_prefix_caching=side.cache)
+    options |= dict(enforce_eager=True) if check else graphs
+    if side.cache:  # room for a dozen requests; what decode fills is cached too
+        size = dict(gdn=10, kda=24)[kind] << 20
+        options |= dict(kv_cache_memory_bytes=size, prefix_cache_retention_interval=None)
+    else:
+        options |= dict(kv_cache_memory_bytes=1 << 30)
+    if side.drafts:
+        lookup = dict(prompt_lookup_max=4, prompt_lookup_min=1)
+        options |= dict(speculative_config=dict(method="ngram", num_speculative_tokens=3, **lookup))
+    options |= dict(replayssm_buffer_len=16) if side.records == "RING" else {}
+    llm = LLM(model=model, **options)
+    engine, fixed = llm.llm_engine, dict(detokenize=False, output_kind=RequestOutputKind.DELTA)
+
+    def run(rush: Rush) -> dict[str, Any]:
+        waiting, running = deque(rush.requests), dict[str, float]()
+        answers: dict[str, Any] = {}
+        while waiting or running:
+            now = time.time()
+            if now > rush.end:
+                waiting.clear()
+            while waiting and len(running) < rush.at_once:
+                request = waiting.popleft()
+                more = dict(logprobs=TOP) if rush.top else {}
+                sampling = SamplingParams(
+                    temperature=0, max_tokens=request.new, ignore_eos=True, **fixed, **more
+                )
+                engine.add_request(request.name, dict(prompt_token_ids=request.prompt), sampling)
+                running[request.name] = now + (math.inf if request.abort is None else request.abort)
+                answers[request.name] = [[], []]
+            for output in engine.step():
+                (part,), (tokens, top) = output.outputs, answers[output.request_id]
+                tokens += part.token_ids
+                pairs = [
+                    [(token, x.logprob) for token, x in p.items()] for p in part.logprobs or ()
+                ]
+                top += [sorted(p, key=lambda pair: -pair[1]) for p in pairs]
+                if output.finished:
+                    del running[output.request_id]
+            late = now > rush.end + GRACE
+            for name in [name for name, end in running.items() if late or end <= now]:
+                engine.abort_request([name])
+                if late:
+                    del answers[name]
+                del running[name]
+        metrics = {m.name: getattr(m, "value", 0) for m in llm.get_metrics()}
+        names = dict(cached="prefix_cache_hits", preempted="num_preemptions")
+        names |= dict(accepted="spec_decode_num_accepted_tokens")
+        counts = {key: metrics.get(f"vllm:{name}", 0) for key, name in names.items()}
+        return dict(answers=answers, counts=counts)
+
+    return run
+
+
+def watch() -> None:
+    """Settings for a small model, in each process of an engine."""
+    from gated_delta.integrations.engine import state_check
+    from gated_delta.integrations.sglang.records import decode_ring
+
+    decode_ring.FROM_HEADS |= dict.fromkeys(decode_ring.FROM_HEADS, RING_FROM * HEADS)
+    state_check.SAMPLE = SAMPLE
+
+
+def child() -> None:
+    """Starts the engine of the first line, then answers a rush a line, into a pipe of its own."""
+    job = json.loads(sys.stdin.readline())
+    os.set_inheritable(job["pipe"], False)
+    side, engine = SIDES[job["side"]], dict(sglang=sglang, vllm=vllm)[job["engine"]]
+    with os.fdopen(job["pipe"], "w") as pipe:
+        run = engine(job["path"], job["kind"], side, job["check"])
+        print(json.dumps({}), file=pipe, flush=True)
+        for line in sys.stdin:
+            requests, *rest = json.loads(line)
+            rush = Rush([Request(*x) for x in requests], *rest)
+            print(json.dumps(run(rush)), file=pipe, flush=True)
+
+
+# --------------------------------------------------------------------------- the command's process
+
+
+class Engine:
+    """An engine in its own process, whose output goes to a file."""
+
+    def __init__(self, engine: str, name: str, job: dict[str, Any], log: Path):
+        side, self.name, self.log = SIDES[name], name, log
+        env = dict(GATED_DELTA_VLLM=str(int(side.ours)))
+        if side.records:
+            env[f"GATED_DELTA_{engine.upper()}_{side.records}"] = "1"
+        if job["check"]:
+            env |= dict(GATED_DELTA_CHECK="1")
+        if side.cache:  # the engine's own switch: every few steps it retracts requests
+            env |= dict(SGLANG_TEST_RETRACT="1", SGLANG_TEST_RETRACT_INTERVAL="8")
+        answers, pipe = os.pipe()
+        command = [sys.executable, "-m", "benchmarks.soak", "child"]
+        more: dict[str, Any] = dict(stdin=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        with log.open("w") as out:
+            more |= dict(env=os.environ | env, pass_fds=[pipe])
+            self.process = subprocess.Popen(command, stdout=out, **more)
+        os.close(pipe)
+        self.answers = os.fdopen(answers)
+        self.ask(dict(job, engine=engine, side=name, pipe=pipe))
+
+    def ask(self, order: Any) -> dict[str, Any]:
+        """The answer to an order of `child`. Raises RuntimeError if the engine ends."""
+        assert self.process.stdin is not None
+        print(json.dumps(order), file=self.process.stdin, flush=True)
+        if line := self.answers.readline():
+            return dict(json.loads(line))
+        end = f"ended with {self.process.wait()}; {self.log} has"
+        errors = [x for x in self.lines() if re.search(r"\w(Error|Problem): ", x)]
+        raise RuntimeError("\n    ".join([end, *errors[:8]]))
+
+    def lines(self) -> list[str]:
+        return self.log.read_text(errors="replace").splitlines()
+
+    def end(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(4)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+
+
+def workload(part: int, kind: str, number: int, known: dict[str, list[int]]) -> list[Request]:
+    """Requests of documents with common beginnings, cut at multiples of 64 tokens and inside.
+
+    Every second one goes on from a known text, a prompt with its answer. One in twelve is aborted.
+    """
+    rng, names = random.Random(part), ("bisect", "heapq", "queue", "copy", "textwrap", "tarfile")
+    files = (Path(os.__file__).with_name(f"{name}.py").read_bytes() for name in names)
+    source = [byte % VOCABULARY[kind] for byte in b"".join(files)]
+
+    def piece(most: int) -> list[int]:
+        start = rng.randrange(len(source) - most)
+        return source[start : start + most]
+
+    documents, texts = [piece(450) for _ in range(max(3, number // 25))], list(known.values())
+    requests = []
+    for n in range(number):
+        if texts and n % 2:
+            text = rng.choice(texts)
+            prompt = text[: rng.choice((len(text), rng.randrange(len(text)) + 1))][:1200]
+        elif rng.random() < 0.6:
+            cut = 64 * rng.randrange(1, 7) + rng.choice((0, 0, 1, 17, 63))
+            prompt = rng.choice(documents)[:cut] + piece(rng.choice((0, 1, 5, 40, 90)))
+        else:
+            prompt = piece(rng.randrange(1, 400))
+        prompt = prompt or piece(1)
+        abort = rng.uniform(0.02, 1.0) if n % 12 == 5 else None
+        new = rng.choice((5, 12, 20, 33, 64, 65, 110))
+        requests.append(Request(f"{part}-{n}", prompt, new, abort))
+    return requests
+
+
+Answers = dict[str, Any]
+"""tokens, and the best log probabilities of each or nothing, by the request's name."""
+
+
+def judged(truth: Answers, other: Answers, whole: set[str], tie: float) -> dict[str, Any]:
+    """Counts the answers that equal the truth's, and those that part from it at a tie.
+
+    whole: requests that were not aborted, whose answers must be as long as the truth's. wrong: the
+    others, each with the gap where it parts, or why it has none.
+    """
+    equal, ties, wrong = 0, [0.0], {}
+    for name in truth.keys() & other.keys():
+        (own, top), (tokens, _) = truth[name], other[name]
+        n = min(len(own), len(tokens))
+        parted = compared([[own[:n], top[:n]]], [[tokens[:n], []]])["parted"]
+        if not parted and (n == len(own) or name not in whole):
+            equal += 1
+        elif parted and parted[0] is not None and parted[0] <= tie:
+            ties.append(parted[0])
+        else:
+            short, beyond = f"ends after {n} of {len(own)} tokens", "not among the best tokens"
+            wrong[name] = short if not parted else beyond if parted[0] is None else parted[0]
+    answers, gap = len(truth.keys() & other.keys()), max(ties)
+    return dict(answers=answers, equal=equal, ties=len(ties) - 1, gap=gap, wrong=wrong)
+
+
+def save_kda(path: Path) -> None:
+    """A random Kimi Linear whose next token depends on the last ones and on the states.
+
+    Its gates forget slowly. Its attention keeps the released head dims, which engines' MLA needs.
+    """
+    import torch
+
+    layers = dict(kda_layers=[1, 2, 3], full_attn_layers=[4], num_heads=HEADS, head_dim=64)
+    settings = MODELS["kimi_linear"] | dict(vocab_size=256, hidden_size=256, intermediate_size=512)
+    settings |= dict(num_attention_heads=HEADS, num_key_value_heads=HEADS, initializer_range=0.06)
+    settings |= dict(linear_attn_config=layers | dict(short_conv_kernel_size=4))
+
+    def redraw(name: str, x: torch.Tensor) -> None:
+        if name.endswith("A_log"):
+            x.uniform_(0.05, 1).log_()
+        elif name.endswith("dt_bias"):
+            x.uniform_(-5, -2)
+        elif "embed_tokens" in name:
+            x.normal_()
+        elif "lm_head" in name:
+            x.normal_(0, 0.25)[VOCABULARY["kda"] :] = 0
+
+    save_random(settings, path, redraw)
+
+
+def on_all(names: list[str], function: Callable[[str], Any]) -> dict[str, Any]:
+    """The function's results by name, in threads; says and leaves out those that raise."""
+    results: dict[str, Any] = {}
+
+    def run(name: str) -> None:
+        try:
+            results[name] = function(name)
+        except (RuntimeError, OSError) as problem:
+            print(f"{name} FAILED: {problem}", flush=True)
+
+    threads = [threading.Thread(target=run, args=(name,)) for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+class Tally:
+    """What a side has answered so far, and what its engine has counted."""
+
+    def __init__(self, engine: Engine):
+        self.engine, self.answers, self.equal, self.ties, self.gap = engine, 0, 0, 0, 0.0
+        self.wrong: dict[str, Any] = {}
+        self.counts: dict[str, int] = {}
+
+    def add(self, answers: Answers, counts: dict[str, int], found: dict[str, Any]) -> None:
+        """found: of `judged`, or nothing. It leaves out what the truth did not answer."""
+        self.answers += found.get("answers", len(answers))
+        self.counts = counts
+        self.equal, self.ties = self.equal + found.get("equal", 0), self.ties + found.get("ties", 0)
+        self.gap = max(self.gap, found.get("gap", 0))
+        self.wrong |= found.get("wrong", {})
+
+    def line(self, judged: bool) -> str:
+        """judged: by the truth."""
+        parts = [f"{self.answers} answers"]
+        if judged:
+            parts += [f"{self.equal} equal", f"{self.ties} part at ties of up to {self.gap:.3f}"]
+            parts += [f"{len(self.wrong)} WRONG {sorted(self.wrong.items())[:5]}"]
+        log = "\n".join(self.engine.lines())
+        retracted = map(int, re.findall(r"#retracted_reqs: (\d+)", log))
+        counts = dict(preempted=0) | self.counts
+        counts["preempted"] += sum(retracted)
+        compared = re.findall(r"gated_delta (compared .*)", log)[-1:]
+        return ", ".join([*parts, *(f"{name} {n}" for name, n in counts.items()), *compared])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("engine", choices=("sglang", "vllm"))
+    parser.add_argument("--model", choices=("gdn", "kda"), default="gdn")
+    parser.add_argument("--sides", default=",".join(SIDES), help="beside the truth")
+    parser.add_argument("--seconds", type=float, default=300, help="of all, the start included")
+    parser.add_argument("--requests", type=int, default=480, help="of a part; parts follow parts")
+    parser.add_argument("--check", action="store_true", help="compare states in place of answers")
+    parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()))
+    given = parser.parse_args()
+    end, began = time.time() + given.seconds, time.time()
+    names = list(dict.fromkeys([*([] if given.check else ["truth"]), *given.sides.split(",")]))
+    if unknown := set(names) - SIDES.keys():
+        parser.error(f"--sides: expected some of {','.join(SIDES)}, got {','.join(unknown)}")
+    given.logs.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as directory:
+        path = str(Path(gated_delta.__file__).parent / "demo" / "tiny_qwen3_5")
+        if given.model == "kda":
+            path = directory
+            save_kda(Path(directory))
+        job = dict(path=path, kind=given.model, check=given.check)
+
+        def start(name: str) -> Engine:
+            check = "_check" if given.check else ""
+            log = given.logs / f"soak_{given.engine}_{given.model}_{name}{check}.log"
+            return Engine(given.engine, name, job, log)
+
+        started: dict[str, Engine] = on_all(names, start)
+        engines = {name: started[name] for name in names if name in started}
+        print(f"{len(engines)} engines started in {time.time() - began:.0f} s", flush=True)
+        try:
+            return soak(given, engines, end) or len(names) - len(engines)
+        finally:
+            on_all(list(engines), lambda name: engines[name].end())
+
+
+def soak(given: argparse.Namespace, engines: dict[str, Engine], end: float) -> int:
+    """Rushes until the end; prints a line for each side after each. Returns 1 for a wrong one."""
+    tallies = {name: Tally(engine) for name, engine in engines.items()}
+    running, lead = dict[str, Any](engines), "truth" if not given.check else next(iter(engines), "")
+    known: dict[str, list[int]] = {}
+    for part in range(1000):
+        if time.time() > end - 15 or lead not in running:
+            break
+        new = workload(part, given.model, given.requests, known)
+        whole = {x.name for x in new if x.abort is None}
+        calm = [x._replace(abort=None) for x in new]
+
+        def run(name: str, part: int = part, new: Any = new, calm: Any = calm) -> dict[str, Any]:
+            top, at_once = name == "truth", 24 if part % 2 else 64
+            return engines[name].ask(Rush(calm if top else new, at_once, end - 10, top))
+
+        running = on_all(list(running), run)
+        if lead not in running:
+            break
+        said = running[lead]["answers"]
+        known = {x.name: x.prompt + said[x.name][0] for x in new if x.name in said}
+        for name, answer in ((name, running[name]) for name in engines if name in running):
+            others = not given.check and name != "truth"
+            tie = TIES[given.model]
+            found = judged(said, answer["answers"], whole, tie) if others else {}
+            tallies[name].add(**answer, found=found)
+            line = f"{given.engine} {given.model} {name}: {tallies[name].line(others)}"
+            print(line, flush=True)
+    wrong = any(x.wrong for name, x in tallies.items() if SIDES[name].ours)
+    return int(wrong or any(name not in running for name in engines))
+
+
+if __name__ == "__mp_main__":  # a process of an engine
+    watch()
+if __name__ == "__main__":
+    if sys.argv[1:] == ["child"]:
+        watch()
+        child()
+    else:
+        sys.exit(main())

@@ -1,0 +1,128 @@
+"""Steps of a served model with whole states and with records: a decode's ring, drafts' KVBuffer.
+
+All sides run our kernels and the engine's prefix cache; each is an engine of its own, on the same
+device, and they answer in turns. Tokens are drawn at random (`draws`). A step is a decode of every
+request, or a verify of three drafts of each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+from . import draws, serve
+
+DECODED, DRAFTED = 65, 1 + 9 * sum(draws.TOKENS)
+"""Tokens of an answer, without drafts and with: all requests end in the same step."""
+OPTIONS = dict(
+    disable_radix_cache=False,
+    mamba_radix_cache_strategy="extra_buffer",
+    mamba_ssm_dtype="float32",
+)
+CELLS = {
+    cell.label: cell
+    for prompt in (512, 4096)
+    for cell in (serve.Cell(batch, prompt) for batch in (256, 64, 16))
+}
+
+
+class Side(NamedTuple):
+    drafts: bool
+    environment: dict[str, str]
+
+
+SIDES = {
+    "states": Side(False, {}),
+    "ring": Side(False, dict(GATED_DELTA_SGLANG_RING="1")),
+    "drafts in states": Side(True, {}),
+    "drafts folded each round": Side(
+        True,
+        # The plan stream, which n-grams do not use, keeps rows from outliving a round.
+        dict(GATED_DELTA_SGLANG_KVBUFFER="1", SGLANG_ENABLE_OVERLAP_PLAN_STREAM="1"),
+    ),
+    "drafts folded seldom": Side(True, dict(GATED_DELTA_SGLANG_KVBUFFER="1")),
+}
+
+
+def process(name: str, model: str, options: dict[str, Any], said: Any) -> serve.Process:
+    """The engine of a side, not yet started."""
+    side = SIDES[name]
+    options = OPTIONS | (draws.OPTIONS if side.drafts else {}) | options
+    records = dict.fromkeys(("GATED_DELTA_SGLANG_RING", "GATED_DELTA_SGLANG_KVBUFFER"), "0")
+    environment = records | (draws.ENVIRONMENT if side.drafts else {}) | side.environment
+    draw = dict(BENCHMARKS_DRAW="1")
+    return serve.Process("sglang", model, True, options, said, environment | draw)
+
+
+def begun(
+    stack: contextlib.ExitStack,
+    names: list[str],
+    model: str,
+    options: dict[str, Any],
+    logs: dict[str, list[str]],
+    say: Callable[[str], object],
+) -> dict[str, serve.Process]:
+    """The engines of these sides that start, all at once; says why another does not."""
+    engines = {}
+    for name in names:
+        engines[name] = process(name, model, options, logs[name].append)
+        stack.enter_context(engines[name])
+
+    def start(name: str) -> bool:
+        try:
+            say(f"{name}: started in {engines[name].start():.0f} s")
+        except RuntimeError as problem:
+            say(f"{name}: {problem}")
+            return False
+        for line in logs[name]:
+            if any(word in line for word in ("GiB", "pays", "folds", "leaves", "on backend")):
+                say(f"{name}: {line}")
+        return True
+
+    with ThreadPoolExecutor(len(names)) as pool:
+        started = dict(zip(names, pool.map(start, names), strict=True))
+    return {name: engine for name, engine in engines.items() if started[name]}
+
+
+def table(samples: list[dict[str, Any]]) -> Iterator[str]:
+    """Lines with a cell's samples, a column a side."""
+    if not samples:
+        return
+    yield f"{samples[0]['cell']}: " + ", ".join(x["side"] for x in samples)
+    rows = {name: [x[name] for x in samples] for name in ("step_ms", "tpot_ms", "tokens_a_step")}
+    rows |= {kind: [x["kernels_us"][kind] for x in samples] for kind in (*serve.KINDS, "all")}
+    for name, row in rows.items():
+        if any(row):
+            yield f"  {name:14s}" + "".join(f"{x:12.2f}" for x in row)
+
+
+def measure(sides: dict[str, serve.Process], label: str, repeats: int = 3) -> list[dict[str, Any]]:
+    """A sample of each side: a step's time in ms, from the least times; us of its kernels."""
+    orders: dict[str, dict[str, Any]] = {
+        name: dict(step=CELLS[label], new_tokens=DRAFTED if SIDES[name].drafts else DECODED)
+        for name in sides
+    }
+    times: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
+    for _ in range(repeats + 1):
+        for name, side in sides.items():
+            times[name].append(side.ask(profile=False, **orders[name]))
+    samples = []
+    for name, side in sides.items():
+        steps = times[name][-1]["steps"]
+        tokens = (orders[name]["new_tokens"] - 1) / steps
+        repeated = times[name][1:]  # the first one fills the cache
+        first, whole = (min(x[key] for x in repeated) for key in ("first_s", "whole_s"))
+        step_ms = 1e3 * (whole - first) / steps
+        samples.append(
+            dict(
+                side=name,
+                cell=label,
+                tokens_a_step=tokens,
+                step_ms=step_ms,
+                tpot_ms=step_ms / tokens,
+                kernels_us=side.ask(profile=True, **orders[name])["kernels_us"],
+            )
+        )
+    return samples
