@@ -86,9 +86,8 @@ class Rush(NamedTuple):
 # --------------------------------------------------------------------------- a process, its engine
 
 
-def sglang(model: str, kind: str, side: Side, check: bool) -> Callable[[Rush], dict[str, Any]]:
-    import sglang
-
+def sglang_options(side: Side, check: bool) -> dict[str, Any]:
+    """A server's, with room for 64 requests."""
     port = 20000 + os.getpid() % 20000  # several engines start at once
     options: dict[str, Any] = dict(random_seed=0, skip_tokenizer_init=True, port=port)
     options |= dict(attention_backend="triton", sampling_backend="pytorch", grammar_backend="none")
@@ -108,7 +107,13 @@ def sglang(model: str, kind: str, side: Side, check: bool) -> Callable[[Rush], d
     else:
         options |= dict(enable_mixed_chunk=True)
     options |= dict(disable_cuda_graph=True) if check else {}
-    engine = sglang.Engine(model_path=model, **options)
+    return options
+
+
+def sglang(model: str, kind: str, side: Side, check: bool) -> Callable[[Rush], dict[str, Any]]:
+    import sglang
+
+    engine = sglang.Engine(model_path=model, **sglang_options(side, check))
     counts = dict(cached=0, accepted=0)
 
     async def run(rush: Rush) -> dict[str, Any]:
@@ -150,10 +155,8 @@ def sglang(model: str, kind: str, side: Side, check: bool) -> Callable[[Rush], d
     return lambda rush: dict(engine.loop.run_until_complete(run(rush)))
 
 
-def vllm(model: str, kind: str, side: Side, check: bool) -> Callable[[Rush], dict[str, Any]]:
-    from vllm import LLM, SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
+def vllm_options(kind: str, side: Side, check: bool) -> dict[str, Any]:
+    """An engine's, with a cache that preempts requests."""
     graphs = dict(compilation_config=dict(mode=0, cudagraph_mode="FULL_DECODE_ONLY"))
     attention = dict(gdn="TRITON_ATTN", kda="TRITON_MLA")[kind]
     options: dict[str, Any] = dict(seed=0, skip_tokenizer_init=True, disable_log_stats=False)
@@ -171,7 +174,14 @@ def vllm(model: str, kind: str, side: Side, check: bool) -> Callable[[Rush], dic
         lookup = dict(prompt_lookup_max=4, prompt_lookup_min=1)
         options |= dict(speculative_config=dict(method="ngram", num_speculative_tokens=3, **lookup))
     options |= dict(replayssm_buffer_len=16) if side.records == "RING" else {}
-    llm = LLM(model=model, **options)
+    return options
+
+
+def vllm(model: str, kind: str, side: Side, check: bool) -> Callable[[Rush], dict[str, Any]]:
+    from vllm import LLM, SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    llm = LLM(model=model, **vllm_options(kind, side, check))
     engine, fixed = llm.llm_engine, dict(detokenize=False, output_kind=RequestOutputKind.DELTA)
 
     def run(rush: Rush) -> dict[str, Any]:

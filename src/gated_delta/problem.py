@@ -650,7 +650,7 @@ class Checker:
             self.options.add(name)
 
     def qkv(self, a: Any, query: str = "q", groups: str = "") -> str:
-        """Check cu_seqlens, q, k and v. Returns the first two dimensions of rows a token.
+        """Check cu_seqlens, and the dimensions of q, k and v. Returns the first two of them.
 
         query: q's name in errors. groups: v may be [N, T, groups, R, V], with that many groups.
         """
@@ -667,6 +667,10 @@ class Checker:
         self.tensor("k", a.k, (dtype,), f"{lead} H K")
         in_groups = groups and isinstance(a.v, Tensor) and a.v.ndim == 5
         self.tensor("v", a.v, (dtype,), f"{lead} {groups} R V" if in_groups else f"{lead} HV V")
+        return lead
+
+    def heads(self, a: Any, query: str = "q") -> None:
+        """Check rows and heads of q, k and v, whose dimensions are checked."""
         for name, x in ((query, a.q), ("k", a.k), ("v", a.v)):
             last_dim_contiguous(name, x)
         H, HV = a.q.shape[2], a.v.shape[2:-1].numel()
@@ -678,7 +682,6 @@ class Checker:
                 f"v: expected HV to be a multiple of H={H} (grouped value heads), got HV={HV}"
             )
         self.sizes["HV"] = HV
-        return lead
 
     def tokens(self, a: Any, query: str = "q") -> None:
         """Check q to cu_seqlens of a call with tokens, with gate, scale and flags.
@@ -696,6 +699,7 @@ class Checker:
         gate_heads = "HV" if grouped or a.g.ndim == 3 else "HV K"
         self.sizes.bind("g", a.g, f"{lead} {heads if grouped else gate_heads}")
         self.tensor("beta", a.beta, INPUT_DTYPES, f"{lead} {heads}")
+        self.heads(a, query)
         if a.A_log is not None:
             self.tensor("A_log", a.A_log, (torch.float32,), "HV")
         if a.dt_bias is not None:

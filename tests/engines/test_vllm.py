@@ -878,7 +878,14 @@ def test_an_error_is_not_taken_for_a_refusal(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("make", "buffered"),
-    [(qwen3_5, False), (qwen3_next, True), (glm5_next, True), (ling, False), (kimi_k3, False)],
+    [
+        (qwen3_5, False),
+        (qwen3_next, True),
+        (kimi_linear, True),
+        (glm5_next, True),
+        (ling, False),
+        (kimi_k3, False),
+    ],
 )
 def test_drafts(make: Any, buffered: bool, models: Any, tmp_path: Path) -> None:
     """Speculative decoding, with prefills too. vLLM's prefix cache with drafts needs Triton.

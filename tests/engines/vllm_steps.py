@@ -556,7 +556,7 @@ class Runner(Steps):
             s, B = len(text) - n, self.block
             self.seen["part of a prompt"] += not answer
             self.seen["one-token part"] += not answer and s == 1 and n > 0
-            self.seen["padded prompt"] += first and k > 0 and n == 0
+            self.seen["padded prompt"] += bool(first and k > 0 and n == 0)
             if k and not first:
                 end = n + len(answer)
                 self.seen["end of a block"] += end % B == 0

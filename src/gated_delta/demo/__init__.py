@@ -27,7 +27,7 @@ from .. import Gate, KVBuffer, api, reference
 from ..api import Route
 from ..bench import eager
 from ..compile import how_to_install
-from ..problem import SHORT, Tokens
+from ..problem import SHORT, Tokens, unique
 from ..results import first_line, tracked
 
 MODEL = Path(__file__).parent / "tiny_qwen3_5"
@@ -339,31 +339,42 @@ def _medians(device: torch.device, *functions: Callable[[], object]) -> list[flo
     return [statistics.median(times) for times in zip(*turns, strict=True)]
 
 
-@torch.inference_mode()
-def life_of_a_request(model: Any, backend: str, device: torch.device) -> Iterator[Finding]:
-    """Three requests: prefill, one decode step, verify of four drafts, flush of 0 to 4 of them."""
-    texts = [layer_tokens(model, text) for text in PROMPTS]
-    lengths = [t.q.shape[1] - 1 - DRAFT for t in texts]
-    truths = [Truth(t, 2 + DRAFT) for t in texts]
-    H, K = texts[0].q.shape[2:]
-    HV, V = texts[0].v.shape[2:]
-    pool = torch.full((8, HV, V, K), math.nan, device=device)  # unused slots must stay NaN
-    slots = torch.tensor([4, 1, 6], device=device)
-    others = [slot for slot in range(8) if slot not in slots.tolist()]
+class Requests:
+    """Three requests: the tokens of their texts, the truth, and a pool of their states."""
 
-    def errors(seen: list[int], outputs: Sequence[Tensor] = ()) -> list[float]:
+    def __init__(self, model: Any, backend: str, device: torch.device):
+        self.device, self.dtype = device, model.dtype
+        self.texts = [layer_tokens(model, text) for text in PROMPTS]
+        self.lengths = [t.q.shape[1] - 1 - DRAFT for t in self.texts]
+        """Tokens of each prompt."""
+        self.truths = [Truth(t, 2 + DRAFT) for t in self.texts]
+        self.H, self.K = self.texts[0].q.shape[2:]
+        self.HV, self.V = self.texts[0].v.shape[2:]
+        shape = 8, self.HV, self.V, self.K
+        self.pool = torch.full(shape, math.nan, device=device)  # unused slots must stay NaN
+        self.slots = torch.tensor([4, 1, 6], device=device)
+        self.others = [slot for slot in range(8) if slot not in self.slots.tolist()]
+        self.call: dict[str, Any] = dict(state=self.pool, state_indices=self.slots, backend=backend)
+        self.tolerance = TOLERANCE["reference"]
+
+    def part(self, first: list[int], count: list[int], dim: int) -> Tokens:
+        spans = zip(self.texts, first, count, strict=True)
+        return _join([_slice(text, start, start + n) for text, start, n in spans], dim)
+
+    def errors(self, seen: list[int], outputs: Sequence[Tensor] = ()) -> list[float]:
         """Errors of each request's last outputs [T, HV, V], or if none are given of its state.
 
         seen: tokens of each request so far.
         """
-        have = outputs or [pool[slot] for slot in slots]
+        have = outputs or [self.pool[slot] for slot in self.slots]
         want = [
             truth.outputs[n - len(outputs[i]) : n] if outputs else truth.states[n]
-            for i, (truth, n) in enumerate(zip(truths, seen, strict=True))
+            for i, (truth, n) in enumerate(zip(self.truths, seen, strict=True))
         ]
         return [float((x.double() - y).norm() / y.norm()) for x, y in zip(have, want, strict=True)]
 
-    def find(
+    def finding(
+        self,
         title: str,
         meaning: str,
         outputs: Sequence[float] = (),
@@ -372,67 +383,77 @@ def life_of_a_request(model: Any, backend: str, device: torch.device) -> Iterato
     ) -> Finding:
         figures = []
         for name, dtype, errors in (
-            ("outputs", model.dtype, outputs),
+            ("outputs", self.dtype, outputs),
             ("states", torch.float32, states),
         ):
             if errors:
                 figures.append(f"{name} {max(errors):.1e}")
-                right &= all(error < tolerance[dtype] for error in errors)  # NaN fails
+                right &= all(error < self.tolerance[dtype] for error in errors)  # NaN fails
         return Finding(title, ", ".join(figures), meaning, right)
 
-    def part(first: list[int], count: list[int], dim: int) -> Tokens:
-        spans = zip(texts, first, count, strict=True)
-        return _join([_slice(text, start, start + n) for text, start, n in spans], dim)
-
-    packed = part([0, 0, 0], lengths, 1)._replace(
-        cu_seqlens=torch.tensor([0, *lengths], device=device).cumsum(0)
-    )
-    fresh = torch.zeros(3, dtype=torch.bool, device=device)
-    prompts: dict[str, Any] = dict(
-        packed._asdict(), state=pool, state_indices=slots, has_initial_state=fresh, backend=backend
-    )
-    tolerance = TOLERANCE[api.explain("prefill", **prompts).backend]
-    o, _ = api.prefill(**prompts)
-    limits = dict.fromkeys(f"{tolerance[dtype]:.0e}" for dtype in (model.dtype, torch.float32))
-    meaning = f"relative error against float64; limit {' and '.join(limits)}, here and below"
-    prefilled = find("accuracy", meaning, errors(lengths, o[0].split(lengths)), errors(lengths))
-
-    def token_loop() -> None:
-        for text, length in zip(texts, lengths, strict=True):
-            for _ in reference.recurrent(_slice(text, 0, length), _zeros(text), torch.float32):
-                pass
-
-    ours, loop = _medians(device, lambda: api.prefill(**prompts), token_loop)
-    meaning = f"{' + '.join(map(str, lengths))} tokens in one call; token loop {loop * 1e3:.1f} ms"
-    yield Finding("packed prefill", f"{ours * 1e3:.1f} ms", meaning)
-    yield prefilled
-
-    step = part(lengths, [1, 1, 1], 0)
-    o = api.decode(**step._asdict(), state=pool, state_indices=slots, backend=backend)
-    seen = [n + 1 for n in lengths]
-    yield find("decode", "the next token of each", errors(seen, list(o)), errors(seen))
-
-    draft = part(seen, [DRAFT] * 3, 0)
-    buffer = KVBuffer.empty(3, DRAFT, H, HV, K, V, gate="head", device=device)
-    frozen = pool.clone()
-    o = api.verify(
-        **draft._asdict(), state=pool, state_indices=slots, buffer=buffer, backend=backend
-    )
-    same = torch.equal(pool.nan_to_num(), frozen.nan_to_num())
-    meaning = f"{DRAFT} draft tokens each; no bit of a state changes"
-    yield find("verify", meaning, errors([n + DRAFT for n in seen], list(o)), right=same)
-
-    states: list[float] = []
-    for accepted in range(DRAFT + 1):
-        counts = [accepted, DRAFT - accepted, accepted]
-        pool.copy_(frozen)
-        api.flush(
-            pool, buffer, torch.tensor(counts, device=device), state_indices=slots, backend=backend
+    def prefill(self) -> Iterator[Finding]:
+        device, lengths = self.device, self.lengths
+        packed = self.part([0, 0, 0], lengths, 1)._replace(
+            cu_seqlens=torch.tensor([0, *lengths], device=device).cumsum(0)
         )
-        states += errors([n + m for n, m in zip(seen, counts, strict=True)])
-    untouched = bool(pool[others].isnan().all())
-    meaning = f"0 to {DRAFT} drafts accepted, the others rolled back"
-    yield find("flush", meaning, states=states, right=untouched)
-    cached = 3 * DRAFT * HV * V * K * 4
-    meaning = f"as states they take {cached:,}, {cached / buffer.nbytes:.0f} times as many"
-    yield Finding("draft memory", f"{buffer.nbytes:,} bytes", meaning)
+        fresh = torch.zeros(3, dtype=torch.bool, device=device)
+        prompts: dict[str, Any] = dict(packed._asdict(), **self.call, has_initial_state=fresh)
+        self.tolerance = TOLERANCE[api.explain("prefill", **prompts).backend]
+        o, _ = api.prefill(**prompts)
+        limits = unique(f"{self.tolerance[dtype]:.0e}" for dtype in (self.dtype, torch.float32))
+        meaning = f"relative error against float64; limit {' and '.join(limits)}, here and below"
+        outputs, states = self.errors(lengths, o[0].split(lengths)), self.errors(lengths)
+        accuracy = self.finding("accuracy", meaning, outputs, states)
+
+        def token_loop() -> None:
+            for text, length in zip(self.texts, lengths, strict=True):
+                for _ in reference.recurrent(_slice(text, 0, length), _zeros(text), torch.float32):
+                    pass
+
+        ours, loop = _medians(device, lambda: api.prefill(**prompts), token_loop)
+        tokens = " + ".join(map(str, lengths))
+        meaning = f"{tokens} tokens in one call; token loop {loop * 1e3:.1f} ms"
+        yield Finding("packed prefill", f"{ours * 1e3:.1f} ms", meaning)
+        yield accuracy
+
+    def decode(self) -> Iterator[Finding]:
+        step = self.part(self.lengths, [1, 1, 1], 0)
+        o = api.decode(**step._asdict(), **self.call)
+        seen = [n + 1 for n in self.lengths]
+        meaning = "the next token of each"
+        yield self.finding("decode", meaning, self.errors(seen, list(o)), self.errors(seen))
+
+    def drafts(self) -> Iterator[Finding]:
+        """verify and flush, behind prefill and decode."""
+        seen, (H, HV, K, V) = [n + 1 for n in self.lengths], (self.H, self.HV, self.K, self.V)
+        draft = self.part(seen, [DRAFT] * 3, 0)
+        buffer = KVBuffer.empty(3, DRAFT, H, HV, K, V, gate="head", device=self.device)
+        frozen = self.pool.clone()
+        o = api.verify(**draft._asdict(), **self.call, buffer=buffer)
+        same = torch.equal(self.pool.nan_to_num(), frozen.nan_to_num())
+        meaning = f"{DRAFT} draft tokens each; no bit of a state changes"
+        outputs = self.errors([n + DRAFT for n in seen], list(o))
+        yield self.finding("verify", meaning, outputs, right=same)
+
+        states: list[float] = []
+        for accepted in range(DRAFT + 1):
+            counts = [accepted, DRAFT - accepted, accepted]
+            self.pool.copy_(frozen)
+            num_accepted = torch.tensor(counts, device=self.device)
+            api.flush(buffer=buffer, num_accepted=num_accepted, **self.call)
+            states += self.errors([n + m for n, m in zip(seen, counts, strict=True)])
+        untouched = bool(self.pool[self.others].isnan().all())
+        meaning = f"0 to {DRAFT} drafts accepted, the others rolled back"
+        yield self.finding("flush", meaning, states=states, right=untouched)
+        cached = 3 * DRAFT * HV * V * K * 4
+        meaning = f"as states they take {cached:,}, {cached / buffer.nbytes:.0f} times as many"
+        yield Finding("draft memory", f"{buffer.nbytes:,} bytes", meaning)
+
+
+@torch.inference_mode()
+def life_of_a_request(model: Any, backend: str, device: torch.device) -> Iterator[Finding]:
+    """Three requests: prefill, one decode step, verify of four drafts, flush of 0 to 4 of them."""
+    requests = Requests(model, backend, device)
+    yield from requests.prefill()
+    yield from requests.decode()
+    yield from requests.drafts()

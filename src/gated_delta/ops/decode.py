@@ -451,9 +451,9 @@ class Decode(StateOperation):
             for (T, options), norm in itertools.product(calls, model.norms())
         ]
         interleaved = model.axis == "head" and (model.K, model.V) != (96, 192)  # not OLMo hybrid's
-        if interleaved and "norm" in model.norms()[-1]:
-            weight = f"conv_weight_{SHORT[model.tokens['dtype']]}"
-            convolved = model.problem("decode", 1, ("norm", "conv", weight))
+        weight = f"conv_weight_{SHORT[model.tokens['dtype']]}"
+        for norm in filter(None, model.norms() if interleaved else ()):
+            convolved = model.problem("decode", 1, (*norm, "conv", weight))
             problems.append(replace(convolved, HV=SHIPPED_GROUP))
         return problems
 

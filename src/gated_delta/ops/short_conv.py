@@ -58,6 +58,7 @@ class ShortConvolution(Operation):
     def describe(self, a: Arguments) -> Problem:
         check = Checker()
         lead, dtype = check.qkv(a, groups="groups"), a.q.dtype
+        check.heads(a)
         H, HV, K, V = a.q.shape[2], a.v.shape[2:-1].numel(), check.sizes["K"], check.sizes["V"]
         check.sizes["C"], check.sizes["taps"] = 2 * H * K + HV * V, TAPS
         check.tensor("conv.weight", a.weight, STATE_DTYPES, "C taps")
