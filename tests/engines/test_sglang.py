@@ -1984,9 +1984,11 @@ def test_engine_with_a_checkpoint_in_block_fp8(in_block_fp8, tmp_path):
         variables |= dict(GATED_DELTA_SGLANG_QUANTISE=str(int(quantises)))
         runs.append(Run(in_block_fp8, folder, engine, variables, block_fp8=True))
         what = "norm in FP8" if quantises else "norm"
-        routes = {f"GDN {op} and {what} on backend reference" for op in ("decode", "prefill")}
+        ops = "decode and convolution", "prefill"
+        routes = {f"GDN {op} and {what} on backend reference" for op in ops}
         assert runs[-1].ran.keys() == routes
-        runs[-1].looked_for_what_it_needs(maybe=("decode ", "prefill_norm ") if quantises else ())
+        maybe = ("decode ", "prefill_norm ") if quantises else ("decode ",)
+        runs[-1].looked_for_what_it_needs(maybe=maybe)
     for n in range(2):
         assert runs[0].tokens(n) == runs[1].tokens(n)
     assert len({tuple(x) for x in runs[0].tokens(0)}) == 3
