@@ -683,6 +683,15 @@ class Checker:
             )
         self.sizes["HV"] = HV
 
+    def convolution(self, a: Any, weight: Tensor, bias: Tensor | None) -> None:
+        """Check a ShortConv of q, k and v, whose heads are checked, and its windows."""
+        H, HV, K, V = (self.sizes[name] for name in ("H", "HV", "K", "V"))
+        self.sizes["C"], self.sizes["taps"], self.sizes["kept"] = 2 * H * K + HV * V, TAPS, TAPS - 1
+        self.tensor("conv.weight", weight, STATE_DTYPES, "C taps")
+        if bias is not None:
+            self.tensor("conv.bias", bias, STATE_DTYPES, "C")
+        self.tensor("windows", a.windows, (a.q.dtype,), "P C kept")
+
     def tokens(self, a: Any, query: str = "q") -> None:
         """Check q to cu_seqlens of a call with tokens, with gate, scale and flags.
 

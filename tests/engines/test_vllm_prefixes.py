@@ -86,7 +86,7 @@ def test_drafts_of_kimi_k3(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ids=str,
 )
 def test_padded_prompts(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM pads a prompt of one token with drafts; nobody has written the states before."""
+    """vLLM pads a prompt of one token with drafts; its states are unwritten before."""
     runner = Saving(monkeypatch, 0, **COMMON | CASES["block"] | options)
     add = runner.add
     monkeypatch.setattr(runner, "add", lambda name, text, *rest: add(name, text[-1:], *rest))

@@ -15,8 +15,6 @@ from ..problem import (
     BUFFER,
     MAX_DRAFT,
     SHORT,
-    STATE_DTYPES,
-    TAPS,
     Checker,
     Problem,
     ShortConv,
@@ -301,13 +299,7 @@ class Decode(StateOperation):
         absent("buffer", a.buffer_u, "with conv")
         if isinstance(a.state_indices, Tensor) and a.state_indices.ndim == 2:
             raise ValueError("state_indices: expected [N] with conv, got [N, W]")
-        H, HV, K, V = (check.sizes[name] for name in ("H", "HV", "K", "V"))
-        check.sizes["C"], check.sizes["taps"] = 2 * H * K + HV * V, TAPS
-        check.tensor("conv.weight", a.conv_weight, STATE_DTYPES, "C taps")
-        if a.conv_bias is not None:
-            check.tensor("conv.bias", a.conv_bias, STATE_DTYPES, "C")
-        check.sizes["kept"] = TAPS - 1
-        check.tensor("windows", a.windows, (a.q.dtype,), "P C kept")
+        check.convolution(a, a.conv_weight, a.conv_bias)
         check.option("conv", True)
         check.option(f"conv_weight_{SHORT[a.conv_weight.dtype]}", True)
         check.option("conv_bias", a.conv_bias is not None)

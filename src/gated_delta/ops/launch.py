@@ -137,7 +137,7 @@ class Operation(ABC):
 
     def allocated(self, a: Any) -> Any:
         """The call with new tensors for the outputs that the caller did not pass."""
-        return a._replace(out=a.v.new_empty(output_shape(a))) if a.out is None else a
+        return a._replace(out=a.v.new_empty(output_shape(a.v))) if a.out is None else a
 
     def result(self, a: Any) -> Any:
         """The operation's return value, from an allocated call that has run."""
@@ -315,7 +315,7 @@ class Launch(ABC):
 
 
 def _new_dense(v: Tensor) -> Tensor:
-    return v.new_empty(v.shape if v.ndim == 4 else (*v.shape[:2], v.shape[2:4].numel(), v.shape[4]))
+    return v.new_empty(v.shape if v.ndim == 4 else output_shape(v))
 
 
 class TokensLaunch(Launch):
@@ -388,13 +388,15 @@ def value_heads(a: Any) -> int:
     return a.v.shape[2:-1].numel()
 
 
-def output_shape(a: Any) -> tuple[int, ...]:
-    return *a.v.shape[:2], value_heads(a), a.v.shape[-1]
+def output_shape(v: Tensor) -> tuple[int, ...]:
+    return *v.shape[:2], v.shape[2:-1].numel(), v.shape[-1]
 
 
 def output_of(a: Any) -> Tensor:
     """out, or one like the output that the launch of a call allocates."""
-    return torch.empty(output_shape(a), dtype=a.v.dtype, device="meta") if a.out is None else a.out
+    return (
+        torch.empty(output_shape(a.v), dtype=a.v.dtype, device="meta") if a.out is None else a.out
+    )
 
 
 def outputs_of(a: Any) -> dict[str, Tensor | None]:

@@ -13,8 +13,6 @@ from ..kernels.arguments import ShortConvPointers, ShortConvSizes, ShortConvStri
 from ..kernels.prefill.arguments import CHUNK
 from ..problem import (
     SHORT,
-    STATE_DTYPES,
-    TAPS,
     Checker,
     Problem,
     ShortConv,
@@ -59,13 +57,7 @@ class ShortConvolution(Operation):
         check = Checker()
         lead, dtype = check.qkv(a, groups="groups"), a.q.dtype
         check.heads(a)
-        H, HV, K, V = a.q.shape[2], a.v.shape[2:-1].numel(), check.sizes["K"], check.sizes["V"]
-        check.sizes["C"], check.sizes["taps"] = 2 * H * K + HV * V, TAPS
-        check.tensor("conv.weight", a.weight, STATE_DTYPES, "C taps")
-        if a.bias is not None:
-            check.tensor("conv.bias", a.bias, STATE_DTYPES, "C")
-        check.sizes["kept"] = TAPS - 1
-        check.tensor("windows", a.windows, (dtype,), "P C kept")
+        check.convolution(a, a.weight, a.bias)
         check.null_index(a.null_index, a.state_indices)
         check.index("state_indices", a.state_indices)
         check.one_each("windows", "P", a.state_indices)
@@ -77,16 +69,9 @@ class ShortConvolution(Operation):
         check.writes(*self.may_write)
         check.values(a.q, a.k, a.v, a.out, a.weight[:1])
         check.option("unactivated", a.activation is None)
-        return Problem(
-            "short_conv",
-            "",
-            H,
-            HV,
-            K,
-            V,
-            dtype=dtype,
-            options=frozenset(check.options | {f"weight_{SHORT[a.weight.dtype]}"}),
-        )
+        H, HV, K, V = (check.sizes[name] for name in ("H", "HV", "K", "V"))
+        options = frozenset(check.options | {f"weight_{SHORT[a.weight.dtype]}"})
+        return Problem("short_conv", "", H, HV, K, V, dtype=dtype, options=options)
 
     def allocated(self, a: Arguments) -> Arguments:
         if a.out is not None:

@@ -240,8 +240,8 @@ def _conv(call: Call, rng: torch.Generator, device: torch.device | str) -> None:
     dtype = torch.float32 if "conv_weight_fp32" in case.options else torch.bfloat16
     weight = (torch.randn(C, TAPS, generator=rng) / 2).to(device, dtype)
     bias = torch.randn(C, generator=rng).to(device, dtype) / 8
-    conv = weight, bias if "conv_bias" in case.options else None, ("silu", "silu", None)
-    call.conv = ShortConv(*conv[:2], conv[2][case.seed % 3])
+    activation = ("silu", "silu", None)[case.seed % 3]
+    call.conv = ShortConv(weight, bias if "conv_bias" in case.options else None, activation)
     size = 1.0 if case.qk_l2norm else case.D**-0.5
     entries = (size * torch.randn(P, C, TAPS - 1, generator=rng)).to(device, case.dtype)
     entries[pool.flatten(1).isnan().all(1)] = math.nan

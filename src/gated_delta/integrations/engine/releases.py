@@ -122,11 +122,13 @@ _INTERN = "intern_s2_preview interns2_mobius interns2_mobius_text"
 _KDA = "kimi_linear glm5_next glm5_next_text bailing_hybrid bailing_moe_v3_vl"
 
 
+_DIGESTS = Path(__file__).with_name("digests.txt").read_text("utf-8")
+
+
 def _code(section: str, column: int = 0) -> dict[str, dict[str, str]]:
     """The digests of a section of digests.txt, by file and name."""
-    text = Path(__file__).with_name("digests.txt").read_text("utf-8")
     code: dict[str, dict[str, str]] = {}
-    for line in text.split(f"[{section}]\n")[1].split("\n\n")[0].splitlines():
+    for line in _DIGESTS.split(f"[{section}]\n")[1].split("\n\n")[0].splitlines():
         name, *digests = line.split()
         if not digests:
             code[name] = of_file = {}

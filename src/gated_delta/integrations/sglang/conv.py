@@ -134,11 +134,11 @@ class Convolution:
 
         Where a graph breaks here, the result of whole rows is normalised.
         """
-        C = layer.q_dim + layer.k_dim + layer.v_dim
+        C = projection.width(sizes_of(layer))
         if mixed_qkv.shape[1] == C:
             return self._extend(layer=layer, mixed_qkv=mixed_qkv, **given)
         *self.parts, z = parts_of(layer, mixed_qkv)
-        fused = process.state.norms.get(layer.A_log)
+        fused = _norm_of(layer)
         if breaks_here() and fused is not None:
             fused.project(z, quantises=False)
         rows, tables = mixed_qkv.new_empty(len(mixed_qkv), C), self.backend.forward_metadata

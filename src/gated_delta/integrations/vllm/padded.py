@@ -1,7 +1,7 @@
 """New prompts of one token, which vLLM's scheduler pads with drafts beside requests that run.
 
 Such a row has to run as a verify, since a prefill could not take rejected drafts back, and from
-zeros: nobody has written its state and its convolution's window. vLLM's second model runner
+zeros: its state and its convolution's window are unwritten. vLLM's second model runner
 prefills it; the first verifies from whatever the slot holds. Imports vLLM; layers.py imports it.
 """
 

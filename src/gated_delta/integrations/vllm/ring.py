@@ -113,9 +113,9 @@ class Rows:
         if prompts.any():  # one token: its state may be cached or sent
             mask = self._to_device(torch.from_numpy(prompts))
             due = mask if due is None else due | mask
-        step, real = lengths_of(self.lens).step, seq_lens  # no sequence is empty
-        given = due, self.lens, self.step_rows, self.step_lens
-        step(rows, real, *given, tokens=self.capacity)
+        step = self.step_rows, self.step_lens
+        # No sequence is empty, so none pads.
+        lengths_of(self.lens).step(rows, seq_lens, due, self.lens, *step, tokens=self.capacity)
 
 
 def of(vllm_config: Any) -> Rows | None:
