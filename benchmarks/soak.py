@@ -3,7 +3,7 @@
 Engines run side by side on one GPU: the truth (the engine's kernels, neither prefix cache nor
 drafts) and ours, with records kept in rows. Requests share beginnings, go on from earlier answers,
 are aborted, and are preempted, since caches are small. Every answer must equal the truth's, or part
-from it where its best tokens tie.
+from it where its best tokens tie, and be as long as asked, unless it was aborted while it ran.
 
     python -m benchmarks.soak vllm --model kda --seconds 200
 """
@@ -41,7 +41,11 @@ TIES = dict(gdn=0.125, kda=0.25)
 RING_FROM = 24
 """Requests from which SGLang's ring is used; the models' heads are few."""
 GRACE = 3
-"""Seconds after a rush's end, in which its last answers end; others are dropped."""
+"""Seconds after a rush's end, in which its last answers end; others are cut off."""
+START = 0.6
+"""Share of all seconds in which an engine starts; one that is later is killed and left out."""
+ABORTED, WHOLE = "aborted as asked", "length"
+"""How an answer ends; other ends are the engine's words."""
 SAMPLE = 2
 """With --check one request in so many is worked out again."""
 
@@ -114,12 +118,13 @@ def sglang(model: str, kind: str, side: Side, check: bool) -> Callable[[Rush], d
     import sglang
 
     engine = sglang.Engine(model_path=model, **sglang_options(side, check))
-    counts = dict(cached=0, accepted=0)
+    counts = dict(cached=0, accepted=0, rejected=0, cut=0)
 
     async def run(rush: Rush) -> dict[str, Any]:
         gate, answers = asyncio.Semaphore(rush.at_once), dict[str, Any]()
 
         async def one(request: Request) -> None:
+            asked = False
             async with gate:
                 if time.time() > rush.end:
                     return
@@ -130,26 +135,32 @@ def sglang(model: str, kind: str, side: Side, check: bool) -> Callable[[Rush], d
                 task = asyncio.ensure_future(call)
                 if request.abort is not None:
                     await asyncio.wait([task], timeout=request.abort)
-                    engine.tokenizer_manager.abort_request(request.name)
+                    if asked := not task.done():
+                        engine.tokenizer_manager.abort_request(request.name)
                 try:
                     answer = await task
-                except Exception:  # the engine's, for one that is aborted before it runs
-                    if request.abort is None:
-                        raise
-                    answers[request.name] = [[], []]
+                except Exception as problem:  # the engine's words for some aborted ones
+                    end = ABORTED if asked and "abort" in str(problem).lower() else repr(problem)
+                    answers[request.name] = [[], [], end]
                     return
             meta, tokens = answer["meta_info"], answer["output_ids"]
+            reason = meta["finish_reason"]
+            aborted = asked and reason["type"] == "abort"
+            end = ABORTED if aborted else WHOLE if reason["type"] == WHOLE else str(reason)
             best = meta.get("output_top_logprobs") or []
             top = [[(token, logprob) for logprob, token, *_ in p] for p in best]
-            answers[request.name] = [tokens, top]
+            answers[request.name] = [tokens, top, end]
             counts["cached"] += meta.get("cached_tokens", 0)
-            if verifies := meta.get("spec_verify_ct", 0):
-                counts["accepted"] += len(tokens) - verifies
+            if verifies := meta.get("spec_verify_ct", 0):  # of one draft each
+                accepted = max(0, len(tokens) - 1 - verifies)
+                counts["accepted"] += accepted
+                counts["rejected"] += verifies - accepted
 
         tasks = [asyncio.ensure_future(one(request)) for request in rush.requests]
         await asyncio.wait(tasks, timeout=max(0, rush.end + GRACE - time.time()))
         for task in tasks:
             task.result() if task.done() else task.cancel()
+            counts["cut"] += not task.done()
         return dict(answers=answers, counts=counts)
 
     return lambda rush: dict(engine.loop.run_until_complete(run(rush)))
@@ -166,7 +177,7 @@ def vllm_options(kind: str, side: Side, check: bool) -> dict[str, Any]:
     options |= dict(gpu_memory_utilization=0.1, enable_prefix_caching=side.cache)
     options |= dict(enforce_eager=True) if check else graphs
     if side.cache:  # room for a dozen requests; what decode fills is cached too
-        size = dict(gdn=10, kda=24)[kind] << 20
+        size = dict(gdn=8, kda=20)[kind] << 20
         options |= dict(kv_cache_memory_bytes=size, prefix_cache_retention_interval=None)
     else:
         options |= dict(kv_cache_memory_bytes=1 << 30)
@@ -183,6 +194,7 @@ def vllm(model: str, kind: str, side: Side, check: bool) -> Callable[[Rush], dic
 
     llm = LLM(model=model, **vllm_options(kind, side, check))
     engine, fixed = llm.llm_engine, dict(detokenize=False, output_kind=RequestOutputKind.DELTA)
+    cut = [0]
 
     def run(rush: Rush) -> dict[str, Any]:
         waiting, running = deque(rush.requests), dict[str, float]()
@@ -199,27 +211,33 @@ def vllm(model: str, kind: str, side: Side, check: bool) -> Callable[[Rush], dic
                 )
                 engine.add_request(request.name, dict(prompt_token_ids=request.prompt), sampling)
                 running[request.name] = now + (math.inf if request.abort is None else request.abort)
-                answers[request.name] = [[], []]
+                answers[request.name] = [[], [], ""]
             for output in engine.step():
-                (part,), (tokens, top) = output.outputs, answers[output.request_id]
+                (part,), answer = output.outputs, answers[output.request_id]
+                tokens, top, _ = answer
                 tokens += part.token_ids
                 pairs = [
                     [(token, x.logprob) for token, x in p.items()] for p in part.logprobs or ()
                 ]
                 top += [sorted(p, key=lambda pair: -pair[1]) for p in pairs]
                 if output.finished:
+                    answer[2] = part.finish_reason
                     del running[output.request_id]
             late = now > rush.end + GRACE
             for name in [name for name, end in running.items() if late or end <= now]:
                 engine.abort_request([name])
+                answers[name][2] = ABORTED
                 if late:
                     del answers[name]
+                    cut[0] += 1
                 del running[name]
         metrics = {m.name: getattr(m, "value", 0) for m in llm.get_metrics()}
         names = dict(cached="prefix_cache_hits", preempted="num_preemptions")
         names |= dict(accepted="spec_decode_num_accepted_tokens")
+        names |= dict(rejected="spec_decode_num_draft_tokens")
         counts = {key: metrics.get(f"vllm:{name}", 0) for key, name in names.items()}
-        return dict(answers=answers, counts=counts)
+        counts["rejected"] -= counts["accepted"]
+        return dict(answers=answers, counts=dict(counts, cut=cut[0]))
 
     return run
 
@@ -253,7 +271,7 @@ def child() -> None:
 class Engine:
     """An engine in its own process, whose output goes to a file."""
 
-    def __init__(self, engine: str, name: str, job: dict[str, Any], log: Path):
+    def __init__(self, engine: str, name: str, job: dict[str, Any], log: Path, limit: float):
         side, self.name, self.log = SIDES[name], name, log
         env = dict(GATED_DELTA_VLLM=str(int(side.ours)))
         if side.records:
@@ -270,13 +288,20 @@ class Engine:
             self.process = subprocess.Popen(command, stdout=out, **more)
         os.close(pipe)
         self.answers = os.fdopen(answers)
-        self.ask(dict(job, engine=engine, side=name, pipe=pipe))
+        self.ask(dict(job, engine=engine, side=name, pipe=pipe), limit)
 
-    def ask(self, order: Any) -> dict[str, Any]:
-        """The answer to an order of `child`. Raises RuntimeError if the engine ends."""
+    def ask(self, order: Any, end: float) -> dict[str, Any]:
+        """The answer to an order of `child`, by the wall clock's end.
+
+        Raises RuntimeError if the engine ends, or is killed then.
+        """
         assert self.process.stdin is not None
+        timer = threading.Timer(max(0, end - time.time()), self.process.kill)
+        timer.start()
         print(json.dumps(order), file=self.process.stdin, flush=True)
-        if line := self.answers.readline():
+        line = self.answers.readline()
+        timer.cancel()
+        if line:
             return dict(json.loads(line))
         end = f"ended with {self.process.wait()}; {self.log} has"
         errors = [x for x in self.lines() if re.search(r"\w(Error|Problem): ", x)]
@@ -313,43 +338,49 @@ def workload(part: int, kind: str, number: int, known: dict[str, list[int]]) -> 
         if texts and n % 2:
             text = rng.choice(texts)
             prompt = text[: rng.choice((len(text), rng.randrange(len(text)) + 1))][:1200]
-        elif rng.random() < 0.6:
+        elif rng.random() < 0.2:
+            prompt = piece(1)  # engines pad these with drafts
+        elif rng.random() < 0.7:
             cut = 64 * rng.randrange(1, 7) + rng.choice((0, 0, 1, 17, 63))
             prompt = rng.choice(documents)[:cut] + piece(rng.choice((0, 1, 5, 40, 90)))
         else:
             prompt = piece(rng.randrange(1, 400))
         prompt = prompt or piece(1)
         abort = rng.uniform(0.02, 1.0) if n % 12 == 5 else None
-        new = rng.choice((5, 12, 20, 33, 64, 65, 110))
+        new = rng.choice((5, 12, 20, 33, 64, 65, 110, 200))
         # SGLang aborts all requests whose names begin with the one's.
         requests.append(Request(f"{part}-{n:05}", prompt, new, abort))
     return requests
 
 
 Answers = dict[str, Any]
-"""tokens, and the best log probabilities of each or nothing, by the request's name."""
+"""tokens, the best log probabilities of each or nothing, and how it ends, by the request's name."""
 
 
-def judged(truth: Answers, other: Answers, whole: set[str], tie: float) -> dict[str, Any]:
+def judged(
+    truth: Answers, other: Answers, requests: dict[str, Request], tie: float
+) -> dict[str, Any]:
     """Counts the answers that equal the truth's, and those that part from it at a tie.
 
-    whole: requests that were not aborted, whose answers must be as long as the truth's. wrong: the
-    others, each with the gap where it parts, or why it has none.
+    requests: by name. aborted: answers that our abort ended, right so far. wrong: the others, each
+    with its prompt's length, and the gap where it parts or how it ends.
     """
-    equal, ties, wrong = 0, [0.0], {}
-    for name in truth.keys() & other.keys():
-        (own, top), (tokens, _) = truth[name], other[name]
+    counts, gap, wrong = dict.fromkeys(("equal", "ties", "aborted"), 0), 0.0, {}
+    names = truth.keys() & other.keys()
+    for name in names:
+        (own, top, _), (tokens, _, end) = truth[name], other[name]
         n = min(len(own), len(tokens))
         parted = compared([[own[:n], top[:n]]], [[tokens[:n], []]])["parted"]
-        if not parted and (n == len(own) or name not in whole):
-            equal += 1
-        elif parted and parted[0] is not None and parted[0] <= tie:
-            ties.append(parted[0])
+        prompt, new = len(requests[name].prompt), requests[name].new
+        if len(tokens) != new if end == WHOLE else end != ABORTED:
+            wrong[name] = f"prompt of {prompt}, ends after {len(tokens)} of {new} tokens: {end}"
+        elif parted and (parted[0] is None or parted[0] > tie):
+            gap_text = "none" if parted[0] is None else f"{parted[0]:.3f}"
+            wrong[name] = f"prompt of {prompt}, parts by {gap_text}"
         else:
-            short, beyond = f"ends after {n} of {len(own)} tokens", "not among the best tokens"
-            wrong[name] = short if not parted else beyond if parted[0] is None else parted[0]
-    answers, gap = len(truth.keys() & other.keys()), max(ties)
-    return dict(answers=answers, equal=equal, ties=len(ties) - 1, gap=gap, wrong=wrong)
+            counts["aborted" if end == ABORTED else "ties" if parted else "equal"] += 1
+            gap = max([gap, *parted])
+    return dict(counts, answers=len(names), gap=gap, wrong=wrong)
 
 
 def save_kda(path: Path) -> None:
@@ -399,26 +430,26 @@ class Tally:
     """What a side has answered so far, and what its engine has counted."""
 
     def __init__(self, engine: Engine):
-        self.engine, self.answers, self.equal, self.ties, self.gap = engine, 0, 0, 0, 0.0
+        self.engine, self.gap = engine, 0.0
+        self.sums = dict.fromkeys(("answers", "equal", "ties", "aborted"), 0)
         self.wrong: dict[str, Any] = {}
         self.counts: dict[str, int] = {}
 
     def add(self, answers: Answers, counts: dict[str, int], found: dict[str, Any]) -> None:
         """found: of `judged`, or nothing. It leaves out what the truth did not answer."""
-        self.answers += found.get("answers", len(answers))
-        self.counts = counts
-        self.equal, self.ties = self.equal + found.get("equal", 0), self.ties + found.get("ties", 0)
+        found = found or dict(answers=len(answers))
+        self.counts, self.wrong = counts, self.wrong | found.get("wrong", {})
+        self.sums = {name: n + found.get(name, 0) for name, n in self.sums.items()}
         self.gap = max(self.gap, found.get("gap", 0))
-        self.wrong |= found.get("wrong", {})
 
     def line(self, judged: bool) -> str:
         """judged: by the truth."""
-        parts = [f"{self.answers} answers"]
+        sums, wrong = self.sums, sorted(self.wrong.items(), key=lambda x: str(x[1]))
+        parts = [f"{sums['answers']} answers"]
         if judged:
-            parts += [f"{self.equal} equal", f"{self.ties} part at ties of up to {self.gap:.3f}"]
-            parts += [
-                f"{len(self.wrong)} WRONG {sorted(self.wrong.items(), key=lambda x: str(x[1]))[:5]}"
-            ]
+            parts += [f"{sums['equal']} equal", f"{sums['ties']} part at ties"]
+            parts += [f"largest gap of a tie {self.gap:.3f}", f"{sums['aborted']} aborted"]
+            parts += [f"{len(wrong)} WRONG {wrong[:5]}"]
         log = "\n".join(self.engine.lines())
         retracted = map(int, re.findall(r"#retracted_reqs: (\d+)", log))
         counts = dict(preempted=0) | self.counts
@@ -452,7 +483,7 @@ def main() -> int:
         def start(name: str) -> Engine:
             check = "_check" if given.check else ""
             log = given.logs / f"soak_{given.engine}_{given.model}_{name}{check}.log"
-            return Engine(given.engine, name, job, log)
+            return Engine(given.engine, name, job, log, began + START * given.seconds)
 
         started: dict[str, Engine] = on_all(names, start)
         engines = {name: started[name] for name in names if name in started}
@@ -472,12 +503,12 @@ def soak(given: argparse.Namespace, engines: dict[str, Engine], end: float) -> i
         if time.time() > end - 15 or lead not in running:
             break
         new = workload(part, given.model, given.requests, known)
-        whole = {x.name for x in new if x.abort is None}
+        asked = {x.name: x for x in new}
         calm = [x._replace(abort=None) for x in new]
 
         def run(name: str, part: int = part, new: Any = new, calm: Any = calm) -> dict[str, Any]:
             top, at_once = name == "truth", 24 if part % 2 else 64
-            return engines[name].ask(Rush(calm if top else new, at_once, end - 10, top))
+            return engines[name].ask(Rush(calm if top else new, at_once, end - 10, top), end)
 
         running = on_all(list(running), run)
         if lead not in running:
@@ -485,13 +516,12 @@ def soak(given: argparse.Namespace, engines: dict[str, Engine], end: float) -> i
         said = running[lead]["answers"]
         known = {x.name: x.prompt + said[x.name][0] for x in new if x.name in said}
         for name, answer in ((name, running[name]) for name in engines if name in running):
-            others = not given.check and name != "truth"
             tie = TIES[given.model]
-            found = judged(said, answer["answers"], whole, tie) if others else {}
+            found = {} if given.check else judged(said, answer["answers"], asked, tie)
             tallies[name].add(**answer, found=found)
-            line = f"{given.engine} {given.model} {name}: {tallies[name].line(others)}"
+            line = f"{given.engine} {given.model} {name}: {tallies[name].line(not given.check)}"
             print(line, flush=True)
-    wrong = any(x.wrong for name, x in tallies.items() if SIDES[name].ours)
+    wrong = any(x.wrong for name, x in tallies.items() if SIDES[name].ours or name == "truth")
     return int(wrong or any(name not in running for name in engines))
 
 
