@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import math
 import os
 import random
 import re
-import subprocess
 import sys
 import tempfile
 import threading
@@ -30,6 +28,7 @@ from typing import Any, NamedTuple
 import gated_delta
 
 from .models import MODELS
+from .process import Process, orders, say
 from .serve import TOP
 from .tokens import compared, save_random
 
@@ -252,71 +251,32 @@ def watch() -> None:
 
 
 def child() -> None:
-    """Starts the engine of the first line, then answers a rush a line, into a pipe of its own."""
-    job = json.loads(sys.stdin.readline())
-    os.set_inheritable(job["pipe"], False)
-    side, engine = SIDES[job["side"]], dict(sglang=sglang, vllm=vllm)[job["engine"]]
-    with os.fdopen(job["pipe"], "w") as pipe:
-        run = engine(job["path"], job["kind"], side, job["check"])
-        print(json.dumps({}), file=pipe, flush=True)
-        for line in sys.stdin:
-            requests, *rest = json.loads(line)
-            rush = Rush([Request(*x) for x in requests], *rest)
-            print(json.dumps(run(rush)), file=pipe, flush=True)
+    """The engine's process: starts the engine of the job, then answers rushes."""
+    began, jobs = time.time(), orders()
+    job = next(jobs)
+    engine = dict(sglang=sglang, vllm=vllm)[job["engine"]]
+    run = engine(job["model"], job["kind"], SIDES[job["side"]], job["check"])
+    say(start_s=time.time() - began)
+    for rush in jobs:
+        requests = [Request(*x) for x in rush.pop("requests")]
+        say(**run(Rush(requests, **rush)))
 
 
 # --------------------------------------------------------------------------- the command's process
 
 
-class Engine:
-    """An engine in its own process, whose output goes to a file."""
-
-    def __init__(self, engine: str, name: str, job: dict[str, Any], log: Path, limit: float):
-        side, self.name, self.log = SIDES[name], name, log
-        env = dict(GATED_DELTA_VLLM=str(int(side.ours)))
-        if side.records:
-            env[f"GATED_DELTA_{engine.upper()}_{side.records}"] = "1"
-        if job["check"]:
-            env |= dict(GATED_DELTA_CHECK="1")
-        if side.cache:  # the engine's own switch: every few steps it retracts requests
-            env |= dict(SGLANG_TEST_RETRACT="1", SGLANG_TEST_RETRACT_INTERVAL="8")
-        answers, pipe = os.pipe()
-        command = [sys.executable, "-m", "benchmarks.soak", "child"]
-        more: dict[str, Any] = dict(stdin=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        with log.open("w") as out:
-            more |= dict(env=os.environ | env, pass_fds=[pipe])
-            self.process = subprocess.Popen(command, stdout=out, **more)
-        os.close(pipe)
-        self.answers = os.fdopen(answers)
-        self.ask(dict(job, engine=engine, side=name, pipe=pipe), limit)
-
-    def ask(self, order: Any, end: float) -> dict[str, Any]:
-        """The answer to an order of `child`, by the wall clock's end.
-
-        Raises RuntimeError if the engine ends, or is killed then.
-        """
-        assert self.process.stdin is not None
-        timer = threading.Timer(max(0, end - time.time()), self.process.kill)
-        timer.start()
-        print(json.dumps(order), file=self.process.stdin, flush=True)
-        line = self.answers.readline()
-        timer.cancel()
-        if line:
-            return dict(json.loads(line))
-        end = f"ended with {self.process.wait()}; {self.log} has"
-        errors = [x for x in self.lines() if re.search(r"\w(Error|Problem): ", x)]
-        raise RuntimeError("\n    ".join([end, *errors[:8]]))
-
-    def lines(self) -> list[str]:
-        return self.log.read_text(errors="replace").splitlines()
-
-    def end(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        try:
-            self.process.wait(4)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
+def process(name: str, job: dict[str, Any], log: Path) -> Process:
+    """A side's engine, not yet started."""
+    side, engine = SIDES[name], job["engine"]
+    env = dict(GATED_DELTA_VLLM=str(int(side.ours)))
+    env |= dict(VLLM_TRITON_FORCE_FIRST_CONFIG="1")  # vLLM's; tuning takes a minute and more
+    if side.records:
+        env[f"GATED_DELTA_{engine.upper()}_{side.records}"] = "1"
+    if job["check"]:
+        env |= dict(GATED_DELTA_CHECK="1")
+    if side.cache:  # the engine's own switch: every few steps it retracts requests
+        env |= dict(SGLANG_TEST_RETRACT="1", SGLANG_TEST_RETRACT_INTERVAL="8")
+    return Process("soak", dict(job, side=name), environment=env, log=log)
 
 
 def workload(part: int, kind: str, number: int, known: dict[str, list[int]]) -> list[Request]:
@@ -429,7 +389,7 @@ def on_all(names: list[str], function: Callable[[str], Any]) -> dict[str, Any]:
 class Tally:
     """What a side has answered so far, and what its engine has counted."""
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: Process):
         self.engine, self.gap = engine, 0.0
         self.sums = dict.fromkeys(("answers", "equal", "ties", "aborted"), 0)
         self.wrong: dict[str, Any] = {}
@@ -468,7 +428,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="compare states in place of answers")
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()))
     given = parser.parse_args()
-    end, began = time.time() + given.seconds, time.time()
+    began = time.time()
     names = list(dict.fromkeys([*([] if given.check else ["truth"]), *given.sides.split(",")]))
     if unknown := set(names) - SIDES.keys():
         parser.error(f"--sides: expected some of {','.join(SIDES)}, got {','.join(unknown)}")
@@ -478,23 +438,19 @@ def main() -> int:
         if given.model == "kda":
             path = directory
             save_kda(Path(directory))
-        job = dict(path=path, kind=given.model, check=given.check)
-
-        def start(name: str) -> Engine:
-            check = "_check" if given.check else ""
-            log = given.logs / f"soak_{given.engine}_{given.model}_{name}{check}.log"
-            return Engine(given.engine, name, job, log, began + START * given.seconds)
-
-        started: dict[str, Engine] = on_all(names, start)
-        engines = {name: started[name] for name in names if name in started}
-        print(f"{len(engines)} engines started in {time.time() - began:.0f} s", flush=True)
+        job = dict(engine=given.engine, model=path, kind=given.model, check=given.check)
+        log = f"soak_{given.engine}_{given.model}_{{}}{'_check' if given.check else ''}.log"
+        engines = {name: process(name, job, given.logs / log.format(name)) for name in names}
         try:
-            return soak(given, engines, end) or len(names) - len(engines)
+            started = on_all(names, lambda name: engines[name].start(START * given.seconds))
+            print(f"{len(started)} engines started in {time.time() - began:.0f} s", flush=True)
+            soaked = {name: engines[name] for name in names if name in started}
+            return soak(given, soaked, began + given.seconds) or len(names) - len(started)
         finally:
-            on_all(list(engines), lambda name: engines[name].end())
+            on_all(names, lambda name: engines[name].end("no order is left"))
 
 
-def soak(given: argparse.Namespace, engines: dict[str, Engine], end: float) -> int:
+def soak(given: argparse.Namespace, engines: dict[str, Process], end: float) -> int:
     """Rushes until the end; prints a line for each side after each. Returns 1 for a wrong one."""
     tallies = {name: Tally(engine) for name, engine in engines.items()}
     running, lead = dict[str, Any](engines), "truth" if not given.check else next(iter(engines), "")
@@ -508,7 +464,8 @@ def soak(given: argparse.Namespace, engines: dict[str, Engine], end: float) -> i
 
         def run(name: str, part: int = part, new: Any = new, calm: Any = calm) -> dict[str, Any]:
             top, at_once = name == "truth", 24 if part % 2 else 64
-            return engines[name].ask(Rush(calm if top else new, at_once, end - 10, top), end)
+            rush = Rush(calm if top else new, at_once, end - 10, top)
+            return engines[name].ask(end - time.time(), **rush._asdict())
 
         running = on_all(list(running), run)
         if lead not in running:
@@ -528,7 +485,7 @@ def soak(given: argparse.Namespace, engines: dict[str, Engine], end: float) -> i
 if __name__ == "__mp_main__":  # a process of an engine
     watch()
 if __name__ == "__main__":
-    if sys.argv[1:] == ["child"]:
+    if sys.argv[1].isdigit():
         watch()
         child()
     else:

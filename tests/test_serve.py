@@ -89,7 +89,7 @@ class Sides(contextlib.ExitStack):
 
     def side(self, engine, model, plugin):
         options, said = dict(page_size=64), self.logs[plugin].append
-        process = self.enter_context(serve.Process(engine, model, plugin, options, said))
+        process = self.enter_context(serve.process(engine, model, plugin, options, said))
         assert process.start() > 0
         return process
 
@@ -139,7 +139,7 @@ def test_sides_are_timed_in_turns(monkeypatch):
 
     class Side:
         def __init__(self, plugin):
-            self.plugin, self.options = plugin, {}
+            self.plugin, self.job = plugin, dict(options={})
 
         def ask(self, repeat, profile=None, **_):
             asked.append((self.plugin, repeat))
@@ -162,7 +162,8 @@ def test_a_failing_engine_is_an_error(engine):
 
 
 def test_an_engine_ends_when_the_command_does(tmp_path, monkeypatch):
-    lines = ("#!/bin/sh", "read job", "echo gated_delta", "echo 'MEASURED {\"start_s\": 1}'")
+    answer = "echo '{\"start_s\": 1}' > /proc/self/fd/$3"
+    lines = ("#!/bin/sh", "read job", "echo gated_delta", answer)
     (tmp_path / "engine").write_text("\n".join([*lines, "exec sleep 30\n"]))
     (tmp_path / "engine").chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "engine"))
