@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import math
 import os
 import random
 import re
 import sys
 import tempfile
-import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -371,51 +372,45 @@ def save_kda(path: Path) -> None:
 def on_all(names: list[str], function: Callable[[str], Any]) -> dict[str, Any]:
     """The function's results by name, in threads; says and leaves out those that raise."""
     results: dict[str, Any] = {}
-
-    def run(name: str) -> None:
-        try:
-            results[name] = function(name)
-        except (RuntimeError, OSError) as problem:
-            print(f"{name} FAILED: {problem}", flush=True)
-
-    threads = [threading.Thread(target=run, args=(name,)) for name in names]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(names)) as pool:
+        for name, result in {name: pool.submit(function, name) for name in names}.items():
+            try:
+                results[name] = result.result()
+            except (RuntimeError, OSError) as problem:
+                print(f"{name} FAILED: {problem}", flush=True)
     return results
 
 
 class Tally:
-    """What a side has answered so far, and what its engine has counted."""
+    """What a side has answered so far, and what its engine has counted and logged."""
 
-    def __init__(self, engine: Process):
-        self.engine, self.gap = engine, 0.0
-        self.sums = dict.fromkeys(("answers", "equal", "ties", "aborted"), 0)
-        self.wrong: dict[str, Any] = {}
-        self.counts: dict[str, int] = {}
+    def __init__(self, side: Side):
+        self.side, self.gap, self.records = side, 0.0, False
+        self.counts, self.wrong = Counter[str](), dict[str, str]()
 
-    def add(self, answers: Answers, counts: dict[str, int], found: dict[str, Any]) -> None:
-        """found: of `judged`, or nothing. It leaves out what the truth did not answer."""
-        found = found or dict(answers=len(answers))
-        self.counts, self.wrong = counts, self.wrong | found.get("wrong", {})
-        self.sums = {name: n + found.get(name, 0) for name, n in self.sums.items()}
-        self.gap = max(self.gap, found.get("gap", 0))
+    def add(self, counts: dict[str, int], found: dict[str, Any], log: str) -> None:
+        """counts: the engine's, of all rushes. found: of `judged`, or the number of answers."""
+        self.wrong |= found.pop("wrong", {})
+        self.gap = max(self.gap, found.pop("gap", 0))
+        self.counts.update(found)
+        retracted = sum(map(int, re.findall(r"#retracted_reqs: (\d+)", log)))
+        compared = re.findall(r"gated_delta compared (\d+) states", log)
+        totals = dict(preempted=retracted, compared=int(compared[-1]) if compared else 0)
+        self.counts = Counter(dict(self.counts) | totals | counts)
+        self.records = re.search("gated_delta(.s ring takes| keeps drafts in)", log) is not None
 
-    def line(self, judged: bool) -> str:
-        """judged: by the truth."""
-        sums, wrong = self.sums, sorted(self.wrong.items(), key=lambda x: str(x[1]))
-        parts = [f"{sums['answers']} answers"]
-        if judged:
-            parts += [f"{sums['equal']} equal", f"{sums['ties']} part at ties"]
-            parts += [f"largest gap of a tie {self.gap:.3f}", f"{sums['aborted']} aborted"]
-            parts += [f"{len(wrong)} WRONG {wrong[:5]}"]
-        log = "\n".join(self.engine.lines())
-        retracted = map(int, re.findall(r"#retracted_reqs: (\d+)", log))
-        counts = dict(preempted=0) | self.counts
-        counts["preempted"] += sum(retracted)
-        compared = re.findall(r"gated_delta (compared .*)", log)[-1:]
-        return ", ".join([*parts, *(f"{name} {n}" for name, n in counts.items()), *compared])
+    def line(self) -> str:
+        wrong = sorted(self.wrong.items(), key=lambda x: x[1])
+        counts = ", ".join(f"{n} {name}" for name, n in self.counts.items() if n)
+        return f"{counts}, gap at most {self.gap:.3f}, {len(wrong)} WRONG {wrong[:5] or ''}"
+
+    def unseen(self) -> list[str]:
+        """What a soak of this side has to see, and did not."""
+        side, events = self.side, ["answers"]
+        events += ["cached", "preempted"] if side.cache else []
+        events += ["accepted", "rejected"] if side.drafts else []
+        kept = self.records or not side.records
+        return [x for x in events if not self.counts[x]] + ([] if kept else ["records in the log"])
 
 
 def main() -> int:
@@ -451,15 +446,14 @@ def main() -> int:
 
 
 def soak(given: argparse.Namespace, engines: dict[str, Process], end: float) -> int:
-    """Rushes until the end; prints a line for each side after each. Returns 1 for a wrong one."""
-    tallies = {name: Tally(engine) for name, engine in engines.items()}
+    """Rushes until the end; prints a line for each side after each. Returns 1 for a bad one."""
+    tallies = {name: Tally(SIDES[name]) for name in engines}
     running, lead = dict[str, Any](engines), "truth" if not given.check else next(iter(engines), "")
     known: dict[str, list[int]] = {}
-    for part in range(1000):
+    for part in itertools.count():
         if time.time() > end - 15 or lead not in running:
             break
         new = workload(part, given.model, given.requests, known)
-        asked = {x.name: x for x in new}
         calm = [x._replace(abort=None) for x in new]
 
         def run(name: str, part: int = part, new: Any = new, calm: Any = calm) -> dict[str, Any]:
@@ -472,14 +466,18 @@ def soak(given: argparse.Namespace, engines: dict[str, Process], end: float) -> 
             break
         said = running[lead]["answers"]
         known = {x.name: x.prompt + said[x.name][0] for x in new if x.name in said}
-        for name, answer in ((name, running[name]) for name in engines if name in running):
-            tie = TIES[given.model]
-            found = {} if given.check else judged(said, answer["answers"], asked, tie)
-            tallies[name].add(**answer, found=found)
-            line = f"{given.engine} {given.model} {name}: {tallies[name].line(not given.check)}"
-            print(line, flush=True)
+        for name in [x for x in engines if x in running]:
+            answers, asked = running[name]["answers"], {x.name: x for x in new}
+            found = dict(answers=len(answers))
+            if not given.check:
+                found = judged(said, answers, asked, TIES[given.model])
+            tallies[name].add(running[name]["counts"], found, "\n".join(engines[name].lines()))
+            print(f"{given.engine} {given.model} {name}: {tallies[name].line()}", flush=True)
+    unseen = {name: x.unseen() for name, x in tallies.items() if x.unseen()}
+    if unseen:
+        print(f"{given.engine} {given.model} UNSEEN: {unseen}", flush=True)
     wrong = any(x.wrong for name, x in tallies.items() if SIDES[name].ours or name == "truth")
-    return int(wrong or any(name not in running for name in engines))
+    return int(wrong or bool(unseen) or any(name not in running for name in engines))
 
 
 if __name__ == "__mp_main__":  # a process of an engine

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from benchmarks.soak import ABORTED, WHOLE, Request, judged, workload
+from benchmarks.soak import ABORTED, SIDES, WHOLE, Request, Tally, judged, workload
 
 TOP = [[[1, -0.1], [2, -0.2]], [[1, -0.1], [2, -3.0]], [[1, -0.1]]]
 OURS = {"type": "abort", "message": "out of memory"}
@@ -44,6 +44,22 @@ def test_answers_are_judged_by_the_truth(case: str) -> None:
 def test_a_truth_that_ends_early_is_wrong() -> None:
     truth = {"a": [[1, 1], TOP[:2], WHOLE]}
     assert judged(truth, truth, {"a": Request("a", [5], 3, None)}, 0.125)["wrong"]
+
+
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_a_soak_that_saw_too_little_is_not_good(engine: str) -> None:
+    tally = Tally(SIDES["drafts"])
+    seen = ["answers", "cached", "preempted", "accepted", "rejected"]
+    assert tally.unseen() == [*seen, "records in the log"]
+    counts = dict(cached=1, accepted=2, rejected=3) | (
+        dict(preempted=4) if engine == "vllm" else {}
+    )
+    logs = dict(sglang="#retracted_reqs: 3, x\n#retracted_reqs: 1", vllm="")
+    log = f"{logs[engine]}\ngated_delta keeps drafts in 0.002 GiB"
+    for answers in (5, 10):
+        tally.add(counts, dict(answers=answers), log)
+    assert tally.unseen() == []
+    assert [tally.counts[x] for x in seen] == [15, 1, 4, 2, 3]
 
 
 @pytest.mark.parametrize("kind", ["gdn", "kda"])
