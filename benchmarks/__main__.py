@@ -29,6 +29,7 @@ from .cells import BUFFERED, CELLS, DETERMINISTIC, PREFILL_TP, TREES, by_label
 from .measure import Runner, environment, run_facts
 from .peers import LEVELS, OWN, PEERS, Prepare
 from .plot import draw
+from .process import Process
 from .record import RESULTS, Record, merged, read, summary
 
 TABLES = CELLS | dict(
@@ -215,10 +216,10 @@ def serve(
         content["cells"] = serving.compared(samples)
         report.keep(content)
 
-    def begin(plugin: bool, stack: contextlib.ExitStack) -> serving.Process:
+    def begin(plugin: bool, stack: contextlib.ExitStack) -> Process:
         start = dict[str, Any](run=len(content["runs"]) - 1, plugin=plugin, log=[])
         began.append(start)
-        process = serving.Process(engine.value, model, plugin, given, start["log"].append)
+        process = serving.process(engine.value, model, plugin, given, start["log"].append)
         start |= dict(start_s=stack.enter_context(process).start())
         return process
 
@@ -374,7 +375,7 @@ def tokens(
             log: list[str] = []
             received: list[Any] = []
             top = not any("speculative" in name for name in more)
-            process = serving.Process(engine.value, path, plugin, given | more, log.append)
+            process = serving.process(engine.value, path, plugin, given | more, log.append)
             try:
                 with process:
                     process.start()

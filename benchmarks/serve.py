@@ -10,25 +10,21 @@ in turns. Several such starts give medians and ranges.
 from __future__ import annotations
 
 import base64
-import contextlib
 import gzip
 import json
 import os
 import random
 import re
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from . import draws
 from .models import MODELS, VOCABULARY
+from .process import Process, orders, say
 
 BATCHES, PROMPTS, NEW_TOKENS = (1, 8, 64, 256), (512, 4096, 32768), 65
 MAX_TOKENS = 2**20
@@ -370,12 +366,10 @@ def busy(events: Iterable[dict[str, Any]]) -> float:
     return total
 
 
-def main(lines: Iterator[str]) -> None:
-    """The engine's process: starts the engine of the first line, then follows an order a line.
-
-    Prints MEASURED and a JSON line for the start and for each order.
-    """
-    start, job = time.perf_counter(), json.loads(next(lines))
+def main() -> None:
+    """The engine's process: starts the engine of the job, then follows orders."""
+    start, jobs = time.perf_counter(), orders()
+    job = next(jobs)
     with tempfile.TemporaryDirectory() as directory:
         traces, launches = Path(directory, "traces"), Path(directory, "launches")
         traces.mkdir()
@@ -388,8 +382,8 @@ def main(lines: Iterator[str]) -> None:
             options = dict(load_format="dummy") | options
         server = ENGINES[job["engine"]](model, job["plugin"], options, traces)
         say(start_s=time.perf_counter() - start)
-        for line in lines:
-            match json.loads(line):
+        for order in jobs:
+            match order:
                 case {"time": label, "repeat": repeat}:
                     say(**timed(server, CELLS[label], repeat))
                 case {"profile": label, "repeat": repeat}:
@@ -405,75 +399,23 @@ def main(lines: Iterator[str]) -> None:
                     say(ranks=server.ranks())
 
 
-def say(**message: Any) -> None:
-    sys.stdout.write(f"{MEASURED} {json.dumps(message)}\n")  # at once: the engine writes there too
-    sys.stdout.flush()
-
-
 # -------------------------------------------------------------------------- the command's process
 
-MEASURED = "MEASURED"
 ROUNDS = 5
 """Times of each side in a cell, in turns."""
 
 
-class Process:
-    """An engine in its own process, which ends with the context.
-
-    model: a name of MODELS, or a directory. said: called with each line of its log on gated_delta.
-    environment: variables besides this process's. A process that ends early is a RuntimeError with
-    the end of its output.
-    """
-
-    def __init__(
-        self,
-        engine: str,
-        model: str,
-        plugin: bool,
-        options: dict[str, Any],
-        said: Callable[[str], object],
-        environment: Mapping[str, str] = {},
-    ):
-        self.engine, self.options, self.said = engine, options, said
-        self.output = deque[str](maxlen=60)
-        command = [sys.executable, "-m", "benchmarks.serve"]
-        pipes: dict[str, Any] = dict(
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
-        pipes |= dict(text=True, errors="replace", env=os.environ | dict(environment))
-        self.process = subprocess.Popen(command, **pipes)
-        self.job = dict(engine=engine, model=model, plugin=plugin, options=options)
-
-    def __enter__(self) -> Process:
-        return self
-
-    def __exit__(self, *problem: object) -> None:
-        if any(problem):  # a signal, or one of two processes failed
-            self.process.terminate()
-        with self.process:  # closes its pipes and waits for it
-            self.process.communicate()
-
-    def start(self) -> float:
-        """Seconds until the engine runs."""
-        seconds: float = self.ask(**self.job)["start_s"]
-        return seconds
-
-    def ask(self, **order: Any) -> dict[str, Any]:
-        """The answer to an order of `main`."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):  # it ended: its output says why
-            print(json.dumps(order), file=self.process.stdin, flush=True)
-        for line in self.process.stdout:
-            if line.startswith(MEASURED):
-                answer: dict[str, Any] = json.loads(line[len(MEASURED) :])
-                return answer
-            self.output.append(line)
-            if "gated_delta" in line and "server_args" not in line:
-                self.said(line.strip())
-        raise RuntimeError(
-            f"{self.engine} ended with {self.process.wait()}\n{''.join(self.output)}"
-        )
+def process(
+    engine: str,
+    model: str,
+    plugin: bool,
+    options: dict[str, Any],
+    said: Callable[[str], object],
+    environment: Mapping[str, str] = {},
+) -> Process:
+    """An engine, not yet started. model: a name of MODELS, or a directory. said: of `Process`."""
+    job = dict(engine=engine, model=model, plugin=plugin, options=options)
+    return Process("serve", job, said, environment)
 
 
 def measure(sides: dict[bool, Process], cell: Cell) -> list[dict[str, Any]]:
@@ -497,7 +439,7 @@ def measure(sides: dict[bool, Process], cell: Cell) -> list[dict[str, Any]]:
         us["decode gap"] = 1e6 * tpot_s - us["decode all"]
         times = dict(ttft_ms=1e3 * first, tpot_ms=1e3 * tpot_s, kernels_us=us)
         sample = dict(plugin=plugin, cell=cell.label, **times, tokens=rounds[-1][plugin]["tokens"])
-        if "enable_return_routed_experts" in side.options:
+        if "enable_return_routed_experts" in side.job["options"]:
             sample |= side.ask(experts=cell.label)
         samples.append(sample)
     return samples
@@ -573,5 +515,4 @@ def verdict(engine: list[float], ours: list[float]) -> str | None:
 if __name__ == "__mp_main__" and os.environ.get("BENCHMARKS_DRAW"):  # an engine's process
     draws.draw()
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # runs the engine's clean-up
-    main(iter(sys.stdin.readline, ""))
+    main()

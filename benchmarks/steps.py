@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from . import draws, serve
+from .process import Process
 
 DECODED, DRAFTED = 65, 1 + 9 * sum(draws.TOKENS)
 """Tokens of an answer, without drafts and with: all requests end in the same step."""
@@ -48,16 +49,14 @@ SIDES = {
 }
 
 
-def process(
-    name: str, model: str, drafts: str, options: dict[str, Any], said: Any
-) -> serve.Process:
+def process(name: str, model: str, drafts: str, options: dict[str, Any], said: Any) -> Process:
     """The engine of a side, not yet started. drafts: who drafts, of draws.OPTIONS."""
     side = SIDES[name]
     options = OPTIONS | (draws.OPTIONS[drafts] if side.drafts else {}) | options
     records = dict.fromkeys(("GATED_DELTA_SGLANG_RING", "GATED_DELTA_SGLANG_KVBUFFER"), "0")
     environment = records | (draws.ENVIRONMENT if side.drafts else {}) | side.environment
     draw = dict(BENCHMARKS_DRAW="1")
-    return serve.Process("sglang", model, True, options, said, environment | draw)
+    return serve.process("sglang", model, True, options, said, environment | draw)
 
 
 def begun(
@@ -68,7 +67,7 @@ def begun(
     options: dict[str, Any],
     logs: dict[str, list[str]],
     say: Callable[[str], object],
-) -> dict[str, serve.Process]:
+) -> dict[str, Process]:
     """The engines of these sides that start, all at once; says why another does not."""
     engines = {}
     for name in names:
@@ -107,7 +106,7 @@ def table(samples: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def measure(
-    sides: dict[str, serve.Process], label: str, drafts: str, repeats: int = 3
+    sides: dict[str, Process], label: str, drafts: str, repeats: int = 3
 ) -> list[dict[str, Any]]:
     """A sample of each side: a step's time in ms, the median; us of its kernels."""
     orders: dict[str, dict[str, Any]] = {

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks import draws, serve, tokens
+from benchmarks import draws, process, serve, tokens
 from benchmarks.__main__ import app
 
 ENGINE = """
@@ -101,9 +101,9 @@ class Sides(contextlib.ExitStack):
 
     def side(self, engine, model, plugin):
         options, said = dict(page_size=64), self.logs[plugin].append
-        process = self.enter_context(serve.Process(engine, model, plugin, options, said))
-        assert process.start() > 0
-        return process
+        side = self.enter_context(serve.process(engine, model, plugin, options, said))
+        assert side.start() > 0
+        return side
 
 
 def test_both_kernels_are_measured_in_every_cell_asked_for(engine):
@@ -151,7 +151,7 @@ def test_sides_are_timed_in_turns(monkeypatch):
 
     class Side:
         def __init__(self, plugin):
-            self.plugin, self.options = plugin, {}
+            self.plugin, self.job = plugin, dict(options={})
 
         def ask(self, repeat, profile=None, **_):
             asked.append((self.plugin, repeat))
@@ -173,16 +173,35 @@ def test_a_failing_engine_is_an_error(engine):
         stack.begin()
 
 
-def test_an_engine_ends_when_the_command_does(tmp_path, monkeypatch):
-    lines = ("#!/bin/sh", "read job", "echo gated_delta", "echo 'MEASURED {\"start_s\": 1}'")
-    (tmp_path / "engine").write_text("\n".join([*lines, "exec sleep 30\n"]))
+def stand_in(tmp_path, monkeypatch, *lines):
+    """Engines are this shell script, which has read its job; $3 is its pipe for answers."""
+    (tmp_path / "engine").write_text("\n".join(["#!/bin/sh", "read job", *lines, ""]))
     (tmp_path / "engine").chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "engine"))
+
+
+def test_an_engine_ends_when_the_command_does(tmp_path, monkeypatch):
+    """What it writes elsewhere is no answer."""
+    noise, answer = """echo '{"start_s": 0}'""", """echo '{"start_s": 1}' > /proc/self/fd/$3"""
+    stand_in(tmp_path, monkeypatch, "echo gated_delta", noise, answer, "exec sleep 30")
     began, stack = time.monotonic(), Sides()
     with contextlib.suppress(KeyboardInterrupt), stack:
         stack.begin()
         raise KeyboardInterrupt
     assert stack.logs[True] == ["gated_delta"]
+    assert time.monotonic() - began < 20
+
+
+@pytest.mark.parametrize("deaf", [False, True])
+def test_an_engine_that_does_not_answer_ends(tmp_path, monkeypatch, deaf):
+    monkeypatch.setattr(process, "STOPS_S", 0.3)
+    hear = "trap '' TERM" if deaf else "echo SlowError: no answer"
+    stand_in(tmp_path, monkeypatch, hear, "exec sleep 30")
+    began = time.monotonic()
+    with serve.process("sglang", "qwen3_next", True, {}, print) as engine:
+        ended = r"(?s)ended with -9" if deaf else r"(?s)ended with -15.*no answer"
+        with pytest.raises(RuntimeError, match=ended):
+            engine.start(0.3)
     assert time.monotonic() - began < 20
 
 
