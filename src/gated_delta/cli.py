@@ -84,6 +84,7 @@ from .results import (
 if TYPE_CHECKING:
     from .preflight import Plan
     from .testing import AnyCase
+    from .testing.cases import Case
 
 
 SWITCHES = {
@@ -625,24 +626,7 @@ def bench(
         for T in lengths
     ]
     for case in chosen:
-        if timing.least_memory(case) > (room := timing.memory(where)):
-            asked = f"N={len(case.lengths):,} T={case.lengths[0]:,} heads {heads} dim {dim}"
-            raise typer.BadParameter(
-                f"{asked} takes more than the {room / 2**30:.0f} GiB of {where}",
-                param_hint="--batch",
-            )
-        try:
-            for problem in case.problems:
-                select(
-                    OPERATIONS[problem.op],
-                    problem,
-                    where,
-                    backend.value,
-                    len(case.lengths),
-                    sum(case.lengths),
-                )
-        except UnsupportedProblem as problem:
-            raise typer.BadParameter(one_line(problem), param_hint="--backend") from None
+        _refuse_unfit(case, backend.value, where)
     report = Report("bench", as_json, file)
     records: list[dict[str, Any]] = []
     with (
@@ -660,6 +644,23 @@ def bench(
     if timed := [record for record in records if record["status"] == "timed"]:
         report.show(timing.table(op.value, timed))
     report.leave(len(records) > len(timed))
+
+
+def _refuse_unfit(case: Case, backend: str, device: torch.device) -> None:
+    """Raises BadParameter if the device lacks memory for the case, or the backend its kernels."""
+    from . import bench as timing
+
+    N, total = len(case.lengths), sum(case.lengths)
+    if timing.least_memory(case) > (room := timing.memory(device)):
+        heads = "/".join(map(str, case.heads))
+        asked = f"N={N:,} T={case.lengths[0]:,} heads {heads} dim {case.D}"
+        reason = f"{asked} takes more than the {room / 2**30:.0f} GiB of {device}"
+        raise typer.BadParameter(reason, param_hint="--batch")
+    try:
+        for problem in case.problems:
+            select(OPERATIONS[problem.op], problem, device, backend, N, total)
+    except UnsupportedProblem as problem:
+        raise typer.BadParameter(one_line(problem), param_hint="--backend") from None
 
 
 @app.command()
