@@ -123,6 +123,7 @@ def test_check_leaves_fp32_inputs_to_the_reference_backend(tmp_path):
     result = run("check", "--backend", "cute", "--op", "decode", "--quick", "--device", "cpu")
     assert result.exit_code == 1
     assert "got fp32" not in result.stdout
+    assert "nan" not in result.stdout
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import os
 import platform
 import random
@@ -197,7 +196,7 @@ def info() -> None:
         table.add_row("cuda", "no device")
     table.add_row("backend reference", "available: PyTorch, any device, every operation")
     needs = kernels.missing_packages()
-    supported = "all four operations on compute capability 8.0 and newer; measured on 9.0"
+    supported = "every operation on compute capability 8.0 and newer; measured on 9.0"
     table.add_row("backend cute", f"needs {', '.join(needs)}" if needs else supported)
     by_version = Counter(file.parent.name for file in kernels.directory().glob("*/*.so"))
     counts = [f"{by_version.total()} kernels"]
@@ -410,8 +409,7 @@ def check(
 ) -> None:
     """Compare a backend with the recurrence in float64, on the list of cases.
 
-    With --engine: what that engine runs on gated_delta for a model on a GPU, and its kernels
-    compared if that GPU is here.
+    With --engine: say what a model's engine runs on gated_delta; compare its kernels on a GPU here.
     """
     report = Report("check", as_json, file)
     where = _device(device)
@@ -492,8 +490,8 @@ def _show_verdicts(report: Report, records: Sequence[Mapping[str, Any]], title: 
             statuses = Counter(record["status"] for record in of_op)
             counts = [str(statuses[status]) for status in ("passed", "failed", "unsupported")]
             shares = [e["share"] for record in of_op for e in record["errors"].values()]
-            worst = max(shares, default=math.nan)
-            table.add_row(name.value, str(len(of_op)), *counts, f"{worst:.2f}")
+            worst = f"{max(shares):.2f}" if shares else "-"
+            table.add_row(name.value, str(len(of_op)), *counts, worst)
     if records:
         report.show(table)
     for record in records:
@@ -519,7 +517,7 @@ def _line(card: str, records: Sequence[Mapping[str, Any]]) -> str:
     cases = ", ".join(f"{counts[x]} {x}" for x in ("passed", "failed", "unsupported"))
     ours = sum(record["backend"] == "cute" for record in records)
     shares = [e["share"] for record in records for e in record["errors"].values()]
-    worst = f"errors at most {max(shares, default=math.nan):.2f} of their limits"
+    worst = f"errors at most {max(shares):.2f} of their limits" if shares else "no errors to judge"
     return f"{card}; {', '.join(packages)}: {cases}, {ours} by the kernels, {worst}"
 
 
@@ -695,3 +693,7 @@ def demo(
     except (ImportError, UnsupportedProblem) as problem:
         raise Refusal(one_line(problem)) from None
     report.leave(not passed)
+
+
+if __name__ == "__main__":
+    app()
