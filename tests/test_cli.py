@@ -251,12 +251,14 @@ def test_info_names_kernels_of_another_compiler(monkeypatch, tmp_path):
 
 def test_info_says_why_nothing_can_be_compiled(monkeypatch):
     monkeypatch.delenv("GATED_DELTA_JIT", raising=False)
-    for package, reason in (
-        (None, "compiling needs nvidia-cutlass-dsl: pip install"),
-        ("4.8.1", "CC: expected a C compiler to link kernels with, got 'no-such-cc'"),
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+    for package, linker, reason in (
+        (None, "cc", "compiling needs nvidia-cutlass-dsl: pip install"),
+        ("4.8.1", "no-such-cc", "CC: expected a C compiler to link kernels with, got 'no-such-cc'"),
+        ("4.8.1", sys.executable, "GATED_DELTA_CACHE_DIR: expected a directory to write to"),
     ):
         monkeypatch.setattr(compile, "installed", lambda name, version=package: version)
-        monkeypatch.setenv("CC", "no-such-cc")
+        monkeypatch.setenv("CC", linker)
         shown = " ".join(run("info").stdout.split())
         assert f"compiling is off: {reason}" in shown
 

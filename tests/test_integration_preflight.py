@@ -445,6 +445,10 @@ def test_kernels_to_be_compiled_are_counted(plan, monkeypatch, tmp_path):
     assert mode.ours
     assert mode.reason.startswith(f"its start compiles {len(mode.unbuilt)} kernels; ")
     assert all(label.startswith("decode axis=head K=64 V=128 ") for label in mode.unbuilt)
+    monkeypatch.setenv("CC", "no-such-cc")
+    (mode,) = plan("sglang", NEXT, modes=("decode",)).modes
+    assert not mode.ours
+    assert mode.reason.startswith(f"its start cannot compile {len(mode.unbuilt)} kernels: CC: ")
 
 
 def test_a_release_that_is_not_served(check, monkeypatch):

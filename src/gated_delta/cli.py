@@ -219,7 +219,7 @@ def _compiling() -> str:
     if not kernels.may_compile():
         return "off (GATED_DELTA_JIT=0)"
     try:
-        kernels.check_tools()
+        kernels.check_can_build()
     except UnsupportedProblem as problem:
         return f"off: {one_line(problem)}"
     return "on"

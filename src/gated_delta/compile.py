@@ -276,6 +276,16 @@ def check_tools() -> None:
     _linker()
 
 
+def check_can_build() -> None:
+    """Raise UnsupportedProblem unless a kernel can be compiled into `directory()`."""
+    check_tools()
+    path = directory()
+    existing = next(x for x in (path, *path.parents) if x.exists())
+    if not os.access(existing, os.W_OK):
+        expected = "expected a directory to write to"
+        raise UnsupportedProblem(f"GATED_DELTA_CACHE_DIR: {expected}, got {str(path)!r}")
+
+
 def scratch_prefix(process: int | None) -> str:
     """Prefix of a process's scratch directories. A killed process leaves them behind."""
     return f"scratch-{process}-"
