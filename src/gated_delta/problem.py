@@ -393,11 +393,13 @@ class Problem:
     """Tokens of a segment, of a prefill with deterministic=L."""
     options: frozenset[str] = frozenset()
     """Optional parts of the call: each index tensor, with its dtype (cu_seqlens_i32,
-    state_indices_i64, ...), and pool, token_slots, has_initial_state, initial_state, final_state,
-    checkpoints, intermediates, no_update, layers, norm, fp8, deterministic, allow_neg_eigval.
+    buffer_lens_i64, ...), and pool, token_slots, has_initial_state, initial_state, final_state,
+    checkpoints, intermediates, no_update, layers, buffer, norm, fp8, deterministic,
+    allow_neg_eigval. Of a convolution: conv, conv_bias, conv_weight_bf16 and other dtypes; of
+    short_conv: unactivated.
     Also rows that 16-byte accesses cannot read: unaligned_qk, of q or k; scattered_rows, V rows of
-    a state, which must be contiguous too; unaligned_buffer, of a buffer's k; unaligned_values, of v
-    or out, or of KDA's g, in a prefill."""
+    a state, which must be contiguous too; unaligned_buffer, of a buffer's k; unaligned_weight, of a
+    convolution's; unaligned_values, of v or out, or of KDA's g, in a prefill."""
 
     def facts(self, *names: str) -> dict[str, Any]:
         """These fields, with dtypes as in SHORT: compile-time constants of a kernel."""
