@@ -11,6 +11,8 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -575,6 +577,23 @@ def test_processes_may_compile_the_same_kernel_at_once(cache):
     (file,) = files(cache)
     assert compile._whole(file)
     assert list(file.parent.iterdir()) == [file]  # no lock and no partial file
+
+
+@needs_compiler
+def test_threads_may_compile_kernels_at_once(cache):
+    """The first calls of several threads; two of them compile the same kernel."""
+    variants = [flush_variant("sm_90a"), flush_variant("sm_80"), decode_variant()]
+    archs = ["sm_90a", "sm_80", "sm_90a"]
+    barrier = threading.Barrier(4)
+
+    def build(variant, arch):
+        barrier.wait()
+        return compile.build(variant, arch)
+
+    with ThreadPoolExecutor(4) as pool:
+        built = [*pool.map(build, [*variants, variants[0]], [*archs, archs[0]])]
+    assert sorted(set(built)) == files(cache)
+    assert all(map(compile._whole, built))
 
 
 def test_the_page_of_packs_states_the_number_of_kernels():
