@@ -23,18 +23,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import gated_delta
-from gated_delta import (
-    api,
-    bench,
-    cli,
-    compile,
-    dispatch,
-    gpus,
-    pack,
-    reference,
-    results,
-    testing,
-)
+from gated_delta import api, bench, cli, compile, dispatch, gpus, pack, reference, results, testing
 from gated_delta.cli import SWITCHES, app
 from gated_delta.ops import OPERATIONS
 from gated_delta.options import LEVEL
@@ -588,11 +577,7 @@ def test_bad_paths_and_values_are_refused_in_one_line(tmp_path, command, word):
             "GATED_DELTA_SGLANG_KVBUFFER: expected 0 or 1, got 'on'",
         ),
         ("GATED_DELTA_SGLANG_RING", "2", "GATED_DELTA_SGLANG_RING: expected 0 or 1, got '2'"),
-        (
-            "GATED_DELTA_VLLM_KVBUFFER",
-            "",
-            "GATED_DELTA_VLLM_KVBUFFER: expected 0 or 1, got ''",
-        ),
+        ("GATED_DELTA_VLLM_KVBUFFER", "", "GATED_DELTA_VLLM_KVBUFFER: expected 0 or 1, got ''"),
         (
             "GATED_DELTA_LEVEL",
             "sm_89",

@@ -70,11 +70,7 @@ BUFFER = gd.KVBuffer.empty(N, 4, H, HV, K, V)
             ValueError,
             "apart",
         ),
-        (
-            shared_weight,
-            ValueError,
-            "windows: .*apart .* conv.weight",
-        ),
+        (shared_weight, ValueError, "windows: .*apart .* conv.weight"),
         (dict(state_indices=torch.tensor([[4], [0], [1]])), ValueError, r"\[N\] with conv"),
         (
             dict(intermediate_states=zeros(N, 1, HV, V, K)),

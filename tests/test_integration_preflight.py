@@ -119,12 +119,7 @@ def case_sizes(case):
             Sizes("GDN", 7, 4, 8, 64, 128),
             FP32,
         ),
-        (
-            "vllm",
-            KIMI_LINEAR,
-            Sizes("KDA", 3, 24, 24, 128, 128),
-            FP32,
-        ),
+        ("vllm", KIMI_LINEAR, Sizes("KDA", 3, 24, 24, 128, 128), FP32),
         (
             "vllm",
             dict(
@@ -138,12 +133,7 @@ def case_sizes(case):
             Sizes("KDA", 2, 4, 4, 64, 64, -5.0),
             FP32,
         ),
-        (
-            "sglang",
-            LING,
-            Sizes("KDA", 7, 4, 4, 64, 64, -4.0),
-            FP32,
-        ),
+        ("sglang", LING, Sizes("KDA", 7, 4, 4, 64, 64, -4.0), FP32),
     ],
 )
 @pytest.mark.usefixtures("compiled")

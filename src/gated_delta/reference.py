@@ -24,16 +24,7 @@ from torch import Tensor
 
 from .exact_fp32 import exact_fp32
 from .fp8 import FP8_MAX, LEAST_AMAX
-from .problem import (
-    CHECKPOINT_INTERVAL,
-    FP8,
-    TAPS,
-    Gate,
-    GatedNorm,
-    KVBuffer,
-    ShortConv,
-    Tokens,
-)
+from .problem import CHECKPOINT_INTERVAL, FP8, TAPS, Gate, GatedNorm, KVBuffer, ShortConv, Tokens
 from .rows import (
     buffered_rows,
     check_log_decays,

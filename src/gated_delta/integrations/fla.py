@@ -40,15 +40,7 @@ from torch import Tensor
 from ..api import decode, prefill
 from ..problem import INPUT_DTYPES, MAX_DRAFT, Gate, Tokens, absent
 from ..reference import log_decay
-from .checks import (
-    floating,
-    gate_of,
-    longest,
-    rank,
-    refuse,
-    safe_bound,
-    sequences,
-)
+from .checks import floating, gate_of, longest, rank, refuse, safe_bound, sequences
 
 __all__ = [
     "chunk_gated_delta_rule",

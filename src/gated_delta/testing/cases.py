@@ -59,13 +59,7 @@ LAYOUTS: dict[str, dict[str, frozenset[str]]] = {
             | {"checkpoint_lens_i32", "checkpoint_indices_i32"}
         ),
         "pool_and_checkpoints": frozenset(
-            {
-                "pool",
-                "state_indices_i32",
-                "has_initial_state",
-                "checkpoints",
-                "checkpoint_lens_i32",
-            },
+            {"pool", "state_indices_i32", "has_initial_state", "checkpoints", "checkpoint_lens_i32"}
         ),
     },
     "decode": {

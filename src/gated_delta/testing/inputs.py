@@ -12,15 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..problem import (
-    CHECKPOINT_INTERVAL,
-    TAPS,
-    Gate,
-    GatedNorm,
-    KVBuffer,
-    ShortConv,
-    Tokens,
-)
+from ..problem import CHECKPOINT_INTERVAL, TAPS, Gate, GatedNorm, KVBuffer, ShortConv, Tokens
 from .cases import Case
 
 LAYERS = 3
@@ -440,11 +432,7 @@ def _past_tokens(
 
 
 def _buffer(
-    case: Case,
-    rows: int,
-    device: torch.device,
-    layers: int | None = None,
-    room: int | None = None,
+    case: Case, rows: int, device: torch.device, layers: int | None = None, room: int | None = None
 ) -> KVBuffer:
     H, HV = case.heads
     T = room or case.problem.T
