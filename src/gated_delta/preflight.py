@@ -356,11 +356,13 @@ def plan(asked: Asked, device: torch.device) -> Plan:
     for mode in modes:
         mode.calls += in_fp8(mode.calls) if quantises else []
         mode.calls = [(op, arguments | dict(backend="cute")) for op, arguments in mode.calls]
-        mode.calls = [x for x in mode.calls if not _optional(x) or not load.refused([x], gpu)]
+        needed = [call for call in mode.calls if not _optional(call)]
         if refused:
             mode.leave(refused)
-        elif mode.ours and (lacks := load.refused(mode.calls, gpu)):
+        elif mode.ours and (lacks := load.refused(needed, gpu)):
             mode.leave(f"ours needs {'; '.join(unique(lacks.values()))}")
+        else:
+            mode.calls = [x for x in mode.calls if not _optional(x) or not load.refused([x], gpu)]
     served = [call for mode in modes if mode.ours for call in mode.calls]
     for mode in (mode for mode in modes if mode.ours):
         _look_for_kernels(mode, served, gpu)
@@ -476,6 +478,11 @@ def _look_for_kernels(mode: Mode, served: list[load.Call], gpu: Gpu | torch.devi
             mode.leave(f"its start cannot compile {len(mode.unbuilt)} kernels: {error.message}")
 
 
+def _by_qk_head(model: Model) -> bool:
+    """Whether a projection has q, k, v and z by q/k head."""
+    return model.kind == "qwen3_next"
+
+
 def _sglang(asked: Asked, model: Model) -> tuple[list[Mode], dict[str, int]]:
     family, layers, H, HV, K, V, bound = model.sizes
     state = torch.empty(2, HV, V, K, dtype=model.state_dtype)  # calls that are described, not run
@@ -500,8 +507,7 @@ def _sglang(asked: Asked, model: Model) -> tuple[list[Mode], dict[str, int]]:
         ring = KVBuffer.empty(2, 1, **sizes)
         ring = replace(ring, u=ring.u.to(state))
     norm = model.served.fuses_norm and V <= MAX_NORM
-    rows = model.kind == "qwen3_next"
-    layer = Layer(family, H, HV, K, V, model.dtype, bound, norm, rows=rows)
+    layer = Layer(family, H, HV, K, V, model.dtype, bound, norm, rows=_by_qk_head(model))
     by_mode = layer.calls(state, True, scratch, T, ring, asked.tree, folds=own_ring)
     names = asked.modes or MODES["sglang"][: 3 if T else 2]
     modes = [Mode(name, by_mode.get(name, [])) for name in names]
@@ -535,7 +541,7 @@ class _Layer(Recurrence):
     def __init__(self, model: Model, drafts: int):
         family, _, H, HV, K, V, self.bound = model.sizes
         self.channels, self.sizes, self.num_spec = family == "KDA", (H, HV, V, K), drafts
-        self.inputs, self.backend = model.dtype, "auto"
+        self.by_qk_head, self.inputs, self.backend = _by_qk_head(model), model.dtype, "auto"
         self.fuses_norm = model.served.fuses_norm and V <= MAX_NORM
         self.allow_neg_eigval, self.aligned = model.doubles_beta, True
         self.deterministic = os.environ.get("VLLM_BATCH_INVARIANT") == "1"
