@@ -176,6 +176,7 @@ BAD = {
         ],
         "verify": [
             (dict(null_index=ints(0)), "null_index: expected an int, got torch.Tensor"),
+            (packed(0, 3) | dict(max_seqlen=3.0), "max_seqlen: expected an int or None, got float"),
             (
                 dict(buffer=torch.zeros(3)),
                 "buffer: expected a gated_delta.KVBuffer, got torch.Tensor",
@@ -503,6 +504,12 @@ BAD = {
             (
                 dict(buffer_indices=ints(0, 1), null_index=0),
                 "null_index: expected -1 without state_indices",
+            ),
+            (dict(max_seqlen=T), "max_seqlen: expected None without cu_seqlens, got a value"),
+            (packed(0, 3) | dict(max_seqlen=-1), "max_seqlen: expected 0 or more, got -1"),
+            (
+                packed(0, 1, 4) | dict(max_seqlen=2),
+                "cu_seqlens: expected at most max_seqlen=2 tokens per sequence, got 3",
             ),
             (
                 packed(0, 4, dtype=i64),

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -334,6 +335,36 @@ def test_drawn_drafts_are_lines_and_requests_accept_in_turn():
         assert (predict >= 0).all()
     assert counts.sum(1).tolist() == [sum(draws.TOKENS) - len(draws.TOKENS)] * 2
     assert (counts[0] != counts[1]).all()
+
+
+def test_drafts_of_a_head_are_drawn_and_its_steps_timed(tmp_path, monkeypatch):
+    """The first token of each line stays. Prompts, other batches and idle ends are no steps."""
+    torch = pytest.importorskip("torch")
+    batch = SimpleNamespace(draft_token=torch.full((8,), -1))
+    assert draws.draft_of_head(lambda worker, batch: batch, None, batch) is batch
+    drawn = batch.draft_token.view(2, 4)
+    assert (drawn[:, 0] == -1).all()
+    assert (drawn[:, 1:] >= 0).all()
+
+    monkeypatch.setenv(draws.LAUNCHES, str(tmp_path))
+    draws.launched.cache_clear()
+    times = iter([0, 1, 1.5, 2, 9, 10, 10.5, 20])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(times))
+    for n, decodes in (
+        (2, False),
+        (2, True),
+        (2, True),
+        (2, True),
+        (1, True),
+        (2, False),
+        (2, True),
+    ):
+        mode = SimpleNamespace(is_decode=lambda decodes=decodes: decodes)
+        given = SimpleNamespace(reqs=[None] * n, forward_mode=mode)
+        assert draws.launch(lambda *x, **_: x[1], None, given, pp_proxy_tensors=None) is given
+    assert draws.step_s(tmp_path, 2) == 0.5
+    with pytest.raises(RuntimeError, match="steps of 2 requests"):
+        draws.step_s(tmp_path, 2)  # read, and emptied
 
 
 @pytest.mark.parametrize("command", ["serve", "tokens"])

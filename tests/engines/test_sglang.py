@@ -49,7 +49,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_utils import commit_mamba_states_after_verify
 
 import gated_delta
-from gated_delta import preflight
+from gated_delta import api, preflight
 from gated_delta.gpus import H200
 from gated_delta.integrations import sglang as plugin
 from gated_delta.integrations.engine import load, releases, state_check
@@ -514,6 +514,9 @@ def test_accepted_drafts_stay_in_their_rows(layers, bound):
     ):
         with speculating(**kept | flags):
             assert kvbuffer.sizes(configurator)["T"] == 3
+    bf16 = mock.patch.object(kvbuffer, "state_dtype_of", return_value=torch.bfloat16)
+    with speculating(**kept), bf16:
+        assert kvbuffer.sizes(configurator)["T"] == 6
     with speculating(**kept):
         kvbuffer._replace(requests, configurator)
     caches, ring = requests.mamba_pool.mamba_cache, process.state.ring
@@ -546,7 +549,9 @@ def test_accepted_drafts_stay_in_their_rows(layers, bound):
                 retrieve_parent_token=None,
             )
             tokens = dict(q=x.q, k=x.k, v=x.v, a=a, b=b)
-            near(kernel(layers).target_verify(**tokens, **x.gates(), **options), o)
+            with mock.patch.object(api, "verify", wraps=api.verify) as verify:
+                near(kernel(layers).target_verify(**tokens, **x.gates(), **options), o)
+            assert verify.call_args.kwargs["max_seqlen"] == 3  # else kernels for 12 drafts run
             for n in range(2):
                 whole[layer, slots[n]] = after[n][accepted[n]]
                 if track[n] >= 0:
