@@ -293,7 +293,8 @@ class Core(Recurrence, abstract.MambaBase):
             if self.room:
                 lens, rows_of = self.rows.step_lens[:n], self.rows.step_rows[:n]
                 packed |= dict(buffer_indices=rows_of, buffer_lens=lens)
-            api.verify(**packed, state_indices=slots[:, 0], buffer=self.kvbuffer)
+            packed |= dict(buffer=self.kvbuffer, max_seqlen=1 + self.num_spec)
+            api.verify(**packed, state_indices=slots[:, 0])
         self._count("drafts")
 
     def _others(self, m: Any, rows: Sequence[Tensor], out: Tensor) -> None:
