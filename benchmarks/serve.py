@@ -50,6 +50,9 @@ KINDS = {
 The recurrence is what stands between a linear layer's convolution and its norm; our decode may
 include the norm. Kernels of no kind count in `all` alone.
 """
+HEAD = "draft head"
+"""The kind of all kernels of a draft head's CUDA graphs, which count in no kind of KINDS."""
+Event = dict[str, Any]
 
 
 class Cell(NamedTuple):
@@ -276,28 +279,27 @@ def kernels(server: Server, cell: Cell, traces: Path, repeat: int) -> dict[str, 
 
 
 def step(
-    server: Server, cell: Cell, new_tokens: int, traces: Path, profile: bool
+    server: Server, cell: Cell, new_tokens: int, directory: Path, profile: bool, head: bool
 ) -> dict[str, Any]:
-    """Seconds to the first token and to the last one, or us of a step's kernels by kind.
+    """Seconds from a step to the next one, or us of a step's kernels by kind.
 
-    The prompts are the same in every call: the prefix cache has them from the second call on.
+    head: whether a draft head runs, whose kernels are a kind of their own, HEAD. The prompts are
+    the same in every call: the prefix cache has them from the second call on.
     """
-    prompts, runs, times = prompts_of(cell, -2), [], []
-    for tokens in (1, new_tokens):
+    prompts, runs = prompts_of(cell, -2), []
+    for tokens in (1, new_tokens) if profile else (new_tokens,):
         if profile:
             server.profile(True)
-        start = time.perf_counter()
         answers = server.answer(prompts, tokens, False)
-        times.append(time.perf_counter() - start)
         if short := [x for x in answers if len(x.tokens) != tokens]:
             got = len(short[0].tokens)
             raise RuntimeError(f"expected answers of {tokens} tokens, {len(short)} have {got}")
         if profile:
             server.profile(False)
-            runs.append(profiled(traces))
+            runs.append(profiled(directory / "traces", head))
     steps = server.verifies() or new_tokens - 1
     if not profile:
-        return dict(steps=steps, first_s=times[0], whole_s=times[1])
+        return dict(steps=steps, step_s=draws.step_s(directory / "launches", cell.batch))
     first, whole = runs
     kernels_us = {name: (whole[name] - us) / steps for name, us in first.items()}
     return dict(steps=steps, kernels_us=kernels_us)
@@ -311,7 +313,7 @@ def distinct(routed: list[Any]) -> list[int]:
     return [len({int(e) for token in layer for e in token}) for layer in zip(*routed, strict=True)]
 
 
-def profiled(traces: Path) -> dict[str, float]:
+def profiled(traces: Path, head: bool = False) -> dict[str, float]:
     """us of each kind's kernels and of all in rank 0's trace; removes every rank's trace."""
     files = sorted(traces.rglob("*.json*"))
     if not files:
@@ -323,8 +325,31 @@ def profiled(traces: Path) -> dict[str, float]:
     for file in files:
         file.unlink()
     of = {name: kind(name) for name in {event["name"] for event in events}}
-    by_kind = {x: busy(event for event in events if of[event["name"]] == x) for x in KINDS}
+    drafting, rest = parted(events, of) if head else ([], events)
+    by_kind = {x: busy(event for event in rest if of[event["name"]] == x) for x in KINDS}
+    by_kind |= {HEAD: busy(drafting)} if head else {}
     return by_kind | dict(all=busy(events))
+
+
+def parted(events: list[Event], of: Mapping[str, str | None]) -> tuple[list[Event], list[Event]]:
+    """A draft head's kernels, and the others: its CUDA graphs have no linear layer.
+
+    Kernels of one graph's launch share a correlation. of: kernels' kinds.
+    """
+    launches: dict[Any, list[Event]] = {}
+    for event in events:
+        launches.setdefault(event.get("args", {}).get("correlation"), []).append(event)
+    head = {
+        correlation
+        for correlation, launched in launches.items()
+        if correlation is not None
+        and len(launched) > 1
+        and not any(of[event["name"]] == "recurrence" for event in launched)
+    }
+    parts: tuple[list[Event], list[Event]] = [], []
+    for correlation, launched in launches.items():
+        parts[correlation not in head].extend(launched)
+    return parts
 
 
 def kind(kernel: str) -> str | None:
@@ -346,8 +371,10 @@ def main() -> None:
     start, jobs = time.perf_counter(), orders()
     job = next(jobs)
     with tempfile.TemporaryDirectory() as directory:
-        traces = Path(directory, "traces")
+        traces, launches = Path(directory, "traces"), Path(directory, "launches")
         traces.mkdir()
+        launches.mkdir()
+        os.environ[draws.LAUNCHES] = str(launches)
         model, options = job["model"], job["options"]
         if model in MODELS:
             config, model = MODELS[model], directory
@@ -363,8 +390,9 @@ def main() -> None:
                     say(**kernels(server, CELLS[label], traces, repeat))
                 case {"prompts": prompts, "new_tokens": new_tokens, "top": top}:
                     say(answers=server.answer(prompts, new_tokens, top))
-                case {"step": sizes, "new_tokens": tokens, "profile": profile}:
-                    say(**step(server, Cell(*sizes), tokens, traces, profile))
+                case {"step": sizes, "new_tokens": tokens, "profile": profile, "head": head}:
+                    cell, folder = Cell(*sizes), Path(directory)
+                    say(**step(server, cell, tokens, folder, profile, head))
                 case {"experts": label}:
                     say(experts=distinct(server.experts(prompts_of(CELLS[label], -1))))
                 case {"ranks": True}:
