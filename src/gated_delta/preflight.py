@@ -356,11 +356,13 @@ def plan(asked: Asked, device: torch.device) -> Plan:
     for mode in modes:
         mode.calls += in_fp8(mode.calls) if quantises else []
         mode.calls = [(op, arguments | dict(backend="cute")) for op, arguments in mode.calls]
-        mode.calls = [x for x in mode.calls if not _optional(x) or not load.refused([x], gpu)]
+        needed = [call for call in mode.calls if not _optional(call)]
         if refused:
             mode.leave(refused)
-        elif mode.ours and (lacks := load.refused(mode.calls, gpu)):
+        elif mode.ours and (lacks := load.refused(needed, gpu)):
             mode.leave(f"ours needs {'; '.join(unique(lacks.values()))}")
+        else:
+            mode.calls = [x for x in mode.calls if not _optional(x) or not load.refused([x], gpu)]
     served = [call for mode in modes if mode.ours for call in mode.calls]
     for mode in (mode for mode in modes if mode.ours):
         _look_for_kernels(mode, served, gpu)
@@ -467,8 +469,18 @@ def _look_for_kernels(mode: Mode, served: list[load.Call], gpu: Gpu | torch.devi
             mode.unbuilt = error.missing
     else:
         mode.unbuilt, command = load.unbuilt(mode.calls, gpu, served)
-        if mode.unbuilt:
-            mode.reason = f"its start compiles {len(mode.unbuilt)} kernels; {command}"
+        if not mode.unbuilt:
+            return
+        mode.reason = f"its start compiles {len(mode.unbuilt)} kernels; {command}"
+        try:
+            compile.check_can_build()
+        except UnsupportedProblem as error:
+            mode.leave(f"its start cannot compile {len(mode.unbuilt)} kernels: {error.message}")
+
+
+def _by_qk_head(model: Model) -> bool:
+    """Whether a projection has q, k, v and z by q/k head."""
+    return model.kind == "qwen3_next"
 
 
 def _sglang(asked: Asked, model: Model) -> tuple[list[Mode], dict[str, int]]:
@@ -482,7 +494,7 @@ def _sglang(asked: Asked, model: Model) -> tuple[list[Mode], dict[str, int]]:
     sizes: dict[str, Any] = dict(H=H, HV=HV, K=K, V=V, gate=gate)
     if 0 < T <= MAX_DRAFT:
         rows = asked.requests + 1  # and the padding's
-        tokens = T if asked.tree else load.room(T)
+        tokens = T if asked.tree else load.room(T, model.state_dtype)
         buffer = KVBuffer.empty(rows, tokens, **sizes, num_layers=layers, device="meta")
         drafts = dict(states=model.state_bytes(rows * T), kvbuffer=buffer.nbytes)
         scratch = state.new_empty(2, T, HV, V, K)
@@ -495,8 +507,7 @@ def _sglang(asked: Asked, model: Model) -> tuple[list[Mode], dict[str, int]]:
         ring = KVBuffer.empty(2, 1, **sizes)
         ring = replace(ring, u=ring.u.to(state))
     norm = model.served.fuses_norm and V <= MAX_NORM
-    rows = model.kind == "qwen3_next"
-    layer = Layer(family, H, HV, K, V, model.dtype, bound, norm, rows=rows)
+    layer = Layer(family, H, HV, K, V, model.dtype, bound, norm, rows=_by_qk_head(model))
     by_mode = layer.calls(state, True, scratch, T, ring, asked.tree, folds=own_ring)
     names = asked.modes or MODES["sglang"][: 3 if T else 2]
     modes = [Mode(name, by_mode.get(name, [])) for name in names]
@@ -530,7 +541,7 @@ class _Layer(Recurrence):
     def __init__(self, model: Model, drafts: int):
         family, _, H, HV, K, V, self.bound = model.sizes
         self.channels, self.sizes, self.num_spec = family == "KDA", (H, HV, V, K), drafts
-        self.inputs, self.backend = model.dtype, "auto"
+        self.by_qk_head, self.inputs, self.backend = _by_qk_head(model), model.dtype, "auto"
         self.fuses_norm = model.served.fuses_norm and V <= MAX_NORM
         self.allow_neg_eigval, self.aligned = model.doubles_beta, True
         self.deterministic = os.environ.get("VLLM_BATCH_INVARIANT") == "1"
@@ -551,7 +562,8 @@ def _vllm(asked: Asked, model: Model) -> tuple[list[Mode], dict[str, int]]:
     layer, left = _Layer(model, asked.drafts), too_many(asked.drafts)
     in_kvbuffer = compile.flag("GATED_DELTA_VLLM_KVBUFFER", False)
     layer.buffered = in_kvbuffer and asked.drafts > 0 and not left
-    layer.room = load.room(1 + asked.drafts) if layer.buffered else 0  # beside the prefix cache
+    room = load.room(1 + asked.drafts, model.state_dtype)
+    layer.room = room if layer.buffered else 0  # beside the prefix cache
     if compile.flag("GATED_DELTA_VLLM_RING", False):
         if asked.drafts:
             raise ValueError("expected --drafts 0 with GATED_DELTA_VLLM_RING=1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import os
@@ -17,6 +18,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
+import vllm_driver
 import vllm_steps
 from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextForgetGate
 from vllm.models.kimi_k3.nvidia.kda_metadata import KimiK3KDAAttentionBackend
@@ -338,6 +340,9 @@ def test_tokens_of_transformers(make: Any, models: Any, tmp_path: Path) -> None:
     assert result.calls.get("longest")
     normed = result.calls["decode"] + result.calls["prefill"]
     assert result.calls["norm"] == (0 if make is olmo_hybrid else normed)
+    raw, steps = result.calls["raw steps"], result.calls["decode"]
+    # Those beside short prompts are split with them.
+    assert steps / 2 < raw < steps if make is qwen3_next else raw == 0
     _as_planned(result, model.path, dtype=torch.float32)
 
 
@@ -365,6 +370,7 @@ def test_checkpoints(make: Any, block: int, models: Any, tmp_path: Path) -> None
     if block == 64:
         assert result.calls["short_conv"] == result.calls["prefill"]
     assert result.calls["whole rows"] == (result.calls["prefill"] if make is qwen3_next else 0)
+    assert result.calls["raw steps"] == 0
     assert result.calls["deterministic"] == (result.calls["prefill"] if block == 64 else 0)
     _all_on_gated_delta(result, "prefill", "decode")
 
@@ -612,7 +618,7 @@ def test_rows_behind_the_batch_are_zeros(
     vars(layer).update(in_proj_qkvbfg_a=lambda _: (torch.ones(T, 3 * H * D + H + 2 * D),))
     vars(layer).update(in_proj_qkvz=lambda _: (x,), in_proj_ba=lambda _: (x[:, : 2 * H],))
     vars(layer).update(gqa_interleaved_layout=name == "Next", out_proj=lambda y: (y,))
-    vars(layer).update(whole_rows=name == "Next")
+    vars(layer).update(whole_rows=name == "Next", one_launch=name == "Next")
     vars(layer).update(deterministic=True, order=projection.order((H, H, D, D), x.dtype, "cpu"))
     vars(layer).update(qkv_proj=lambda _: (x[:, : 3 * H * D],), b_proj=lambda _: (x[:, :H],))
     vars(layer).update(norm=torch.mul, o_norm=torch.mul, o_proj=lambda y: (y,))
@@ -760,6 +766,63 @@ def test_prompts_are_convolved_as_by_vllm(name: str, drafts: int) -> None:
     assert torch.allclose(x, y[n:], rtol=1e-5, atol=1e-6)
     theirs[slots[:n]] = page[slots[:n]]  # of the decodes
     assert torch.equal(page.view(torch.int32), theirs.view(torch.int32))
+
+
+@pytest.mark.parametrize("prompt", [0, 70], ids=["padded", "beside a prompt"])
+def test_a_step_in_one_launch(prompt: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On whole rows, as after a split and vLLM's convolution, in pages of a window and a state."""
+    from vllm.forward_context import override_forward_context
+    from vllm.model_executor.layers.mamba.ops import causal_conv1d
+
+    from gated_delta.integrations.vllm import layers as vllm_layers
+
+    monkeypatch.setattr(causal_conv1d, "causal_conv1d_update", vllm_driver.conv_update)
+    H, HV, V, K = sizes = (2, 4, 8, 16)
+    C, generator = projection.width(sizes), torch.Generator().manual_seed(0)
+    normal = functools.partial(torch.randn, generator=generator)
+    slots, n = torch.tensor([5, 2, 3] if prompt else [5, 2, 0, 0]), 2
+    tokens = n + prompt if prompt else len(slots)
+    rows, ba, pages = normal(tokens, C + HV * V), normal(tokens, 2 * HV), normal(7, 3 * C + 512 + 5)
+    if not prompt:
+        rows[n:] = ba[n:] = torch.nan
+    pages[0] = torch.nan
+    weight, A_log, dt_bias = normal(C, 4), normal(HV), normal(HV)
+    norm = SimpleNamespace(weight=normal(V), eps=1e-6, activation="silu")
+    m = SimpleNamespace(num_prefills=int(prompt > 0), num_decodes=n, num_spec_decodes=0)
+    m.num_actual_tokens, m.num_decode_tokens, m.num_prefill_tokens = tokens, n, prompt
+    m.non_spec_state_indices_tensor, m.prefill_state_indices = slots, slots[n : n + 1]
+    m.prefill_has_initial_state, m.checkpoint = torch.ones(1, dtype=torch.bool), None
+    m.prefill_query_start_loc = torch.tensor([0, prompt])
+
+    def run(one_launch: bool, x: torch.Tensor, ba: torch.Tensor) -> Any:
+        memory, out = pages.clone(), torch.full((tokens, HV, V), torch.nan)
+        windows = memory[:, : 3 * C].view(-1, 3, C).mT
+        states = memory[:, 3 * C : 3 * C + 512].view(-1, HV, V, K)
+        layer = object.__new__(vllm_layers.Qwen)
+        vars(layer).update(prefix="layer", sizes=sizes, refused={}, fuses_norm=True, norm=norm)
+        vars(layer).update(kv_cache=(None, states), A_log=A_log, dt_bias=dt_bias, num_spec=0)
+        vars(layer).update(backend="reference", deterministic=False, aligned=False)
+        vars(layer).update(whole_rows=one_launch, one_launch=one_launch)
+        vars(layer).update(split_ba=lambda ba: ba.chunk(2, -1))
+        vars(layer).update(dict(_update=None) if one_launch else {})
+        vars(layer)["_convolution"] = lambda: (windows, weight, None, "silu")
+        with override_forward_context(SimpleNamespace(attn_metadata=dict(layer=m))):
+            layer._forward_core_fused_norm_packed(x, ba, out)
+        return out, memory
+
+    of_heads = ba.view(tokens, H, 2, HV // H)
+    split = projection.joined(projection.split_interleaved(rows, sizes))
+    split_ba = torch.cat([of_heads[:, :, 0].flatten(1), of_heads[:, :, 1].flatten(1)], 1)
+    (theirs, theirs_memory), (ours, memory) = run(False, split, split_ba), run(True, rows, ba)
+    assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert (ours[n:] == 0).all() or prompt
+    assert torch.allclose(memory, theirs_memory, rtol=1e-4, atol=1e-5, equal_nan=True)
+    moved = slots[slots > 0]
+    windows = [x[moved, : 3 * C] for x in (memory, theirs_memory)]
+    assert torch.equal(*windows)
+    assert not torch.equal(windows[0], pages[moved, : 3 * C])
+    unmoved = [row for row in range(len(pages)) if row not in moved]
+    assert torch.equal(memory[unmoved].nan_to_num(9), pages[unmoved].nan_to_num(9))
 
 
 def test_a_convolution_that_ours_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:

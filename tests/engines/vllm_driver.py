@@ -104,6 +104,7 @@ def count():
                     f"accepted {n - 1}" for n in ([] if accepted is None else accepted.tolist())
                 )
                 CALLS["norm"] += kwargs.get("norm") is not None
+                CALLS["raw steps"] += name == "decode" and kwargs.get("conv") is not None
                 CALLS["deterministic"] += kwargs.get("deterministic", False) is not False
                 most = max(CALLS["most sequences"], len(kwargs["state_indices"]))
                 CALLS["most sequences"] = most
@@ -224,10 +225,14 @@ def profile_before_the_cache():
 
 
 def prompts_alone():
-    """As a server that sends its caches to others; it decodes here all the same."""
+    """As a server that sends its caches to others, on an older GPU; it decodes here all the same.
+
+    There decode has no convolution.
+    """
     from gated_delta.integrations.vllm import layers
 
     layers.only_prefills = lambda config: True
+    layers.Qwen.raw_steps = lambda layer, pool: []
 
 
 def fail(op):

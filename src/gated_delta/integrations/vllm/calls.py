@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gated_delta import problem
 from gated_delta.integrations.checks import layer_gate
 from gated_delta.integrations.engine import load, projection
 from gated_delta.problem import MAX_DRAFT, TAPS, Gate, GatedNorm, KVBuffer, ShortConv
@@ -22,8 +23,9 @@ def too_many(drafts: int) -> dict[str, str]:
 class Recurrence:
     """A linear layer on this rank, as our operations see it.
 
-    sizes: H, HV, V, K. channels: the gate has K channels. num_spec: draft tokens. fuses_norm: our
-    operations include the gated norm. aligned: prefill also keeps states inside a prompt.
+    sizes: H, HV, V, K. channels: the gate has K channels. by_qk_head: the projection has q, k, v
+    and z by q/k head. num_spec: draft tokens. fuses_norm: our operations include the gated norm.
+    aligned: prefill also keeps states inside a prompt.
     allow_neg_eigval: beta is 2 sigmoid(b). buffered: drafts go to a KVBuffer. ring: decode keeps so
     many tokens in one, in a request's row; 0: none. room: tokens of a row in which accepted drafts
     stay; 0: they do not. kvbuffer: of either, once there is one. Gate weights A_log, dt_bias: any
@@ -31,6 +33,7 @@ class Recurrence:
     """
 
     channels = False
+    by_qk_head = False
     allow_neg_eigval = False
     buffered = False
     ring = 0
@@ -74,25 +77,49 @@ class Recurrence:
         (H, HV, V, K), (x, g, beta, *z) = self.sizes, rows
         lead = (1, len(x)) if packed else (len(x), 1)
         q, k, v = x.split((H * K, H * K, HV * V), -1)
-        shapes = dict(q=(q, H, K), k=(k, H, K), v=(v, HV, V), g=(g, *g.shape[1:]), beta=(beta, HV))
-        tensors: dict[str, Any] = {
-            name: y.view(*lead, *shape) for name, (y, *shape) in shapes.items()
-        }
+        of_gate = (HV, K) if self.channels else (HV,)
+        shapes = dict(q=(H, K), k=(H, K), v=(HV, V), g=of_gate, beta=(HV,))
+        given = dict(q=q, k=k, v=v, g=g, beta=beta)
+        tensors: dict[str, Any] = {x: given[x].reshape(*lead, *shapes[x]) for x in given}
         if z:
-            norm = self._norm()
-            weight = norm.weight
-            if weight.device != x.device:
-                weight = torch.empty_like(weight, device=x.device)
-            activation = "sigmoid" if norm.activation == "sigmoid" else "silu"  # or "swish"
-            gated = GatedNorm(weight, norm.eps, activation)
             gate_of_norm = z[0].unflatten(0, lead)
             if not packed or gate_of_norm.is_contiguous():  # prefill alone takes z in groups
                 gate_of_norm = gate_of_norm.reshape(*lead, HV, V)
-            tensors |= dict(z=gate_of_norm, norm=gated)
+            tensors |= dict(z=gate_of_norm, norm=self._gated_norm(x.device))
+        return tensors | self._settings(pool, gate)
+
+    def _raw_step(
+        self,
+        rows: Sequence[Tensor],
+        pool: Tensor,
+        convolution: dict[str, Any],
+        gate: Gate | None = None,
+    ) -> dict[str, Any]:
+        """decode's arguments for one token a sequence, with its convolution and norm.
+
+        rows: of a projection by q/k head, g and beta [N, H, R], z [N, H, R, V].
+        """
+        x, g, beta, z = rows
+        q, k, v, _ = projection.split_interleaved(x, self.sizes)
+        tensors = dict(q=q, k=k, v=v, g=g, beta=beta, z=z)
+        call: dict[str, Any] = {name: y[:, None] for name, y in tensors.items()}
+        call |= convolution | dict(norm=self._gated_norm(x.device))
+        return call | self._settings(pool, gate)
+
+    def _gated_norm(self, device: torch.device) -> GatedNorm:
+        norm = self._norm()
+        weight = norm.weight
+        if weight.device != device:
+            weight = torch.empty_like(weight, device=device)
+        activation = "sigmoid" if norm.activation == "sigmoid" else "silu"  # or "swish"
+        return GatedNorm(weight, norm.eps, activation)
+
+    def _settings(self, pool: Tensor, gate: Gate | None) -> dict[str, Any]:
+        """Arguments of every operation on tokens. gate: the layer's, if none is given."""
         gate = gate or self._gate(self.A_log, self.dt_bias)
         flags = dict(beta_logits=True, allow_neg_eigval=bool(self.allow_neg_eigval))
         options = dict(null_index=self.null_index, backend=self.backend)
-        return dict(**tensors, **flags, **options, gate=gate, state=pool)
+        return dict(**flags, **options, gate=gate, state=pool)
 
     def buffer(self, rows: int, device: Any, num_layers: int | None = None) -> KVBuffer:
         """For the drafts of `rows` requests and the token before them, or for rows of the ring."""
@@ -106,9 +133,7 @@ class Recurrence:
         """Calls like those of batches, on that pool: a prefill of `tokens`, a decode, drafts, a
         convolution."""
         (H, HV, V, K), W = self.sizes, 1 + self.num_spec
-        gate = self._gate(
-            *(torch.empty_like(x, device=pool.device) for x in (self.A_log, self.dt_bias))
-        )
+        gate = self._gate_on(pool.device)
         widths = [(2 * H * K + HV * V,), (HV, K) if self.channels else (HV,), (HV,)]
         widths += [(HV, V)] if self.fuses_norm else []
         rows = [pool.new_empty(tokens, *width, dtype=self.inputs) for width in widths]
@@ -128,7 +153,8 @@ class Recurrence:
         cases = [("prefill", tokens, prefill), ("decode", 1, decode)]
         if self.buffered:
             kept = dict(buffer_indices=one, buffer_lens=one) if self.room else {}
-            cases.append(("verify", W, buffer | dict(cu_seqlens=cu_seqlens * W) | kept))
+            packed = dict(cu_seqlens=cu_seqlens * W, max_seqlen=W)
+            cases.append(("verify", W, buffer | packed | kept))
         elif self.num_spec:
             accepted = dict(num_accepted=one, cu_seqlens=cu_seqlens * W)
             cases.append(("decode", W, dict(state_indices=one.repeat(1, W)) | accepted))
@@ -147,4 +173,28 @@ class Recurrence:
         convolution |= dict(null_index=self.null_index, backend=self.backend)
         for name in ("state_indices", "has_initial_state", "cu_seqlens"):
             convolution[name] = prefill[name]
-        return [*(call(*case) for case in cases), *folds, ("short_conv", convolution)]
+        steps = self.raw_steps(pool)
+        return [*(call(*case) for case in cases), *steps, *folds, ("short_conv", convolution)]
+
+    @torch.no_grad()
+    def raw_steps(self, pool: Tensor) -> list[load.Call]:
+        """The decode that includes its tokens' convolution, if the layer's is one and ours runs it.
+
+        Not with drafts or a ring, nor in the checking mode, which works states out from convolved
+        tokens.
+        """
+        if not (self.by_qk_head and self.fuses_norm) or self.num_spec or self.ring or problem.CHECK:
+            return []
+        (H, HV, V, _), C = self.sizes, projection.width(self.sizes)
+        x = pool.new_empty(1, C + HV * V, dtype=self.inputs)
+        heads, z = x.new_empty(1, H, HV // H), projection.split_interleaved(x, self.sizes)[3]
+        weight = x.new_empty(C, TAPS, dtype=self._conv_dtype())
+        convolution = dict(conv=ShortConv(weight), windows=x.new_empty(2, C, TAPS - 1))
+        gate, slots = self._gate_on(x.device), torch.ones(1, dtype=torch.int32, device=x.device)
+        step = self._raw_step([x, heads, heads, z], pool[:2], convolution, gate)
+        calls: list[load.Call] = [("decode", step | dict(state_indices=slots))]
+        return [] if load.refused(calls) else calls
+
+    def _gate_on(self, device: torch.device) -> Gate:
+        """The layer's gate with weights on that device, of any values."""
+        return self._gate(*(torch.empty_like(x, device=device) for x in (self.A_log, self.dt_bias)))

@@ -1,10 +1,11 @@
 """vLLM's GDN and KDA layers with their core on gated_delta.
 
 A layer's core is its short convolution and the recurrence, on vLLM's cache in place. Prompts are
-convolved by `short_conv`, on views of the projection; decodes and drafts by vLLM's kernel. The core
-includes the gated norm after it if the layer passes the norm's gate to its core (Qwen3-Next,
-Qwen3.5, KDA). Projections, other norms, caches and scheduling stay with vLLM, and so does an
-operation that gated_delta cannot run for a layer. Imports vLLM; `vllm.register` imports it.
+convolved by `short_conv`, on views of the projection; decodes and drafts by vLLM's kernel, but
+Qwen3-Next's decodes by `decode`. The core includes the gated norm after it if the layer passes the
+norm's gate to its core (Qwen3-Next, Qwen3.5, KDA). Projections, other norms, caches and scheduling
+stay with vLLM, and so does an operation that gated_delta cannot run for a layer. Imports vLLM;
+`vllm.register` imports it.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class Core(Recurrence, abstract.MambaBase):
         needs = [] if self.drafts_stay else ["other layers than Kimi K3's"]
         needs += kvbuffer.rows_lack(vllm_config, cached=True)
         seldom = needs if self.buffered else [""]
-        self.room = 0 if seldom else load.room(1 + self.num_spec)
+        self.room = 0 if seldom else load.room(1 + self.num_spec, self.get_state_dtype()[1])
         refused = start.missing(self, start.small_pool(self), left)
         if refused and self.room:
             self.room, seldom = 0, [load.why(refused)]
@@ -226,9 +227,9 @@ class Core(Recurrence, abstract.MambaBase):
         """Runs the core on this batch. False: vLLM has to.
 
         qkv: [tokens, D], before the convolution, or the projection's rows. g: [tokens, HV] or
-        [tokens, HV, K], raw. beta: [tokens, HV], logits. z: the norm's gate, HV * V numbers a
-        token. out: [tokens, HV, V], after the norm if there is a z; zeros behind the batch's
-        tokens.
+        [tokens, HV, K], raw. beta: [tokens, HV], logits. Whole rows: g and beta [tokens, H, R]. z:
+        the norm's gate, HV * V numbers a token. out: [tokens, HV, V], after the norm if there is a
+        z; zeros behind the batch's tokens.
         """
         refused, m = self.refused, self._metadata()
         self._zero_padding(out)
@@ -292,7 +293,8 @@ class Core(Recurrence, abstract.MambaBase):
             if self.room:
                 lens, rows_of = self.rows.step_lens[:n], self.rows.step_rows[:n]
                 packed |= dict(buffer_indices=rows_of, buffer_lens=lens)
-            api.verify(**packed, state_indices=slots[:, 0], buffer=self.kvbuffer)
+            packed |= dict(buffer=self.kvbuffer, max_seqlen=1 + self.num_spec)
+            api.verify(**packed, state_indices=slots[:, 0])
         self._count("drafts")
 
     def _others(self, m: Any, rows: Sequence[Tensor], out: Tensor) -> None:
@@ -300,17 +302,20 @@ class Core(Recurrence, abstract.MambaBase):
         slots, n = m.non_spec_state_indices_tensor, m.num_decode_tokens
         x = self._prefills(m, rows, out, n) if m.num_prefills else None
         if m.num_decodes:
-            if x is None:
-                # A CUDA graph's padding too; its slot is the null block.
-                n = n if m.num_prefills else len(out)
-                qkv = self._qkv(rows[0][:n])
-                x = self._update(qkv, conv_state_indices=slots[:n], validate_data=True)
-            single = self._arguments([y[:n] for y in (x, *rows[1:])], self.kv_cache[1], False)
+            # A CUDA graph's padding too; its slot is the null block.
+            n = n if m.num_prefills else len(out)
+            single = self._step([y[:n] for y in rows], slots[:n], x)
             if self.ring:
                 lens, rows_of = self.rows.step_lens[:n], self.rows.step_rows[:n]
                 single |= dict(buffer=self.kvbuffer, buffer_indices=rows_of, buffer_lens=lens)
             api.decode(**single, state_indices=slots[:n], out=out[:n, None])
             self._count("decode")
+
+    def _step(self, rows: Sequence[Tensor], slots: Tensor, x: Tensor | None) -> dict[str, Any]:
+        """decode's arguments for rows of one token a sequence. x: these convolved, if they are."""
+        if x is None:
+            x = self._update(self._qkv(rows[0]), conv_state_indices=slots, validate_data=True)
+        return self._arguments([x, *rows[1:]], self.kv_cache[1], False)
 
     def _prefills(self, m: Any, rows: Sequence[Tensor], out: Tensor, n: int) -> Tensor | None:
         """Runs the prefills, after n decodes.
@@ -364,7 +369,7 @@ class Core(Recurrence, abstract.MambaBase):
                 self._parts(rows),
                 weight,
                 bias,
-                activation="silu" if activation in ("silu", "swish") else None,
+                activation=activation,
                 windows=windows,
                 state_indices=m.prefill_state_indices,
                 has_initial_state=m.prefill_has_initial_state,
@@ -440,7 +445,8 @@ class Core(Recurrence, abstract.MambaBase):
     def _convolution(self) -> tuple[Tensor, Tensor, Tensor | None, str]:
         """Its states [slots, D, tokens], weight [D, width], bias and activation."""
         state = self.kv_cache[0] if is_conv_state_dim_first() else self.kv_cache[0].mT
-        activation = "silu" if self.channels else self.activation
+        silu = self.channels or self.activation == "swish"
+        activation = "silu" if silu else self.activation
         return state, self._weight(), self._convolutions()[0].bias, activation
 
     def _convolutions(self) -> list[Any]:
@@ -522,10 +528,11 @@ class GDN(Core):
 class Qwen(GDN, QwenGatedDeltaNetAttention):
     """Qwen3-Next's layer, whose projection interleaves q, k, v and z by q/k head, and Qwen3.5's.
 
-    whole_rows: the core gets them as they lie.
+    whole_rows: the core gets them as they lie. one_launch: a step of one token a sequence is one,
+    from the projection to the norm.
     """
 
-    whole_rows = False
+    whole_rows = one_launch = False
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -535,24 +542,32 @@ class Qwen(GDN, QwenGatedDeltaNetAttention):
             self.enable_fused_gdn_spec_decode = False
         if DEVICE == "cpu" and not self.refused:
             self._forward_method = self.forward_cuda  # it calls the core
-        if self.gqa_interleaved_layout and only_prefills(self.vllm_config):
+        ours = not self.refused and not self.own_convolution
+        ours = ours and self.get_state_dtype()[0] == self.inputs  # the windows'
+        self.one_launch = ours and bool(self.raw_steps(start.small_pool(self)))
+        alone = self.by_qk_head and only_prefills(self.vllm_config)
+        if self.one_launch or alone:
             self.whole_rows = True
             self.order = projection.order(self.sizes, self.inputs, DEVICE)
+
+    @property
+    def by_qk_head(self) -> bool:  # type: ignore[override]
+        return bool(self.gqa_interleaved_layout)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """As vLLM's, but the core gets the norm's gate, includes the norm and writes all rows.
 
-        A server of prompts alone leaves whole rows to it. Decodes split them faster here, where
-        vLLM compiles the copy: 1.2 us for one request on an H100, in our core 4.1.
+        It gets whole rows if a step is one launch, and on a server of prompts alone. Other decodes,
+        and drafts, split them faster here, where vLLM compiles the copy: 1.2 us for one request on
+        an H100, in our core 4.1.
         """
         if not self.fuses_norm:
             return super().forward(hidden_states)
-        H, HV, V, _ = self.sizes
+        HV, V = self.sizes[1:3]
         qkvz, ba = self.in_proj_qkvz(hidden_states)[0], self.in_proj_ba(hidden_states)[0]
-        if self.gqa_interleaved_layout:
-            ba = ba.unflatten(1, (H, 2, HV // H)).transpose(1, 2).flatten(1)
-            if not self.whole_rows:
-                qkvz = projection.joined(projection.split_interleaved(qkvz, self.sizes))
+        if self.by_qk_head and not self.whole_rows:
+            qkvz = projection.joined(projection.split_interleaved(qkvz, self.sizes))
+            ba = self._in_order(ba)
         out = hidden_states.new_empty(hidden_states.shape[0], HV, V)
         core = torch.ops.vllm.qwen_gdn_attention_core_fused_norm_packed
         core(qkvz, ba, out, layer_name=_encode_layer_name(self.prefix))
@@ -574,14 +589,16 @@ class Qwen(GDN, QwenGatedDeltaNetAttention):
                 mixed_qkvz=mixed_qkvz, ba=ba, core_attn_out=core_attn_out
             )
             return
-        (_, HV, V, _), (b, a), m = self.sizes, self.split_ba(ba), self._metadata()
-        prompts = m is None or (m.num_prefills > 0 and self._convolves(m))
-        if self.whole_rows and prompts and not self.refused:
+        H, HV, V, _ = self.sizes
+        if self.whole_rows and not self.refused and self._takes_rows(self._metadata()):
             z = projection.split_interleaved(mixed_qkvz, self.sizes)[3]
+            b, a = ba.unflatten(1, (H, -1)).chunk(2, 2)
             self._run(mixed_qkvz, a, b, core_attn_out, z)
             return
         if self.whole_rows:
             mixed_qkvz = projection.in_order(mixed_qkvz, self.order)
+            ba = self._in_order(ba)
+        b, a = self.split_ba(ba)
         qkv, z = mixed_qkvz.split([mixed_qkvz.shape[1] - HV * V, HV * V], -1)
         z = z.view(-1, HV, V)
         if not self._run(qkv, a, b, core_attn_out, z):
@@ -589,6 +606,22 @@ class Qwen(GDN, QwenGatedDeltaNetAttention):
                 mixed_qkv=qkv, b=b.contiguous(), a=a.contiguous(), core_attn_out=core_attn_out
             )
             self._normalise_batch(core_attn_out, z)
+
+    def _in_order(self, ba: Tensor) -> Tensor:
+        """A copy of b and a by q/k head as [tokens, b|a]."""
+        H, HV = self.sizes[:2]
+        return ba.unflatten(1, (H, 2, HV // H)).transpose(1, 2).flatten(1)
+
+    def _takes_rows(self, m: Any) -> bool:
+        """Whether our kernels read this batch's whole rows."""
+        return m is None or (self._convolves(m) if m.num_prefills else self.one_launch)
+
+    def _step(self, rows: Sequence[Tensor], slots: Tensor, x: Tensor | None) -> dict[str, Any]:
+        if not self.one_launch or not self._whole(rows[0]):
+            return super()._step(rows, slots, x)
+        windows, weight, bias, activation = self._convolution()
+        given = weight, bias, activation, windows, rows[0].dtype
+        return self._raw_step(rows, self.kv_cache[1], projection.convolution(*given))
 
     def _whole(self, rows: Tensor) -> bool:
         """Whether these are interleaved rows of the projection."""
