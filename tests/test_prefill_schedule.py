@@ -188,7 +188,7 @@ def test_packed_tokens_lie_on_a_grid_whatever_max_seqlen_says():
         (GDN, (4, 8), (1023,), {}, False),  # tiles
     ],
 )
-def test_transitions_have_half_of_the_rows_where_ctas_run_at_once(
+def test_transitions_are_halved_where_ctas_run_at_once(
     axis, heads, lengths, changes, halved
 ):
     options = ("deterministic",) if "grid" in changes else ()
