@@ -20,6 +20,7 @@ from gated_delta.cli import Commands
 from gated_delta.options import DeviceOption, device_option
 from gated_delta.results import Refusal, Report, make_table, one_line, tracked
 
+from . import draws as drawing
 from . import layer_prompts, layers, projections
 from . import serve as serving
 from . import steps as stepping
@@ -28,6 +29,7 @@ from .cells import BUFFERED, CELLS, DETERMINISTIC, PREFILL_TP, TREES, by_label
 from .measure import Runner, environment, run_facts
 from .peers import LEVELS, OWN, PEERS, Prepare
 from .plot import draw
+from .process import Process
 from .record import RESULTS, Record, merged, read, summary
 
 TABLES = CELLS | dict(
@@ -214,10 +216,10 @@ def serve(
         content["cells"] = serving.compared(samples)
         report.keep(content)
 
-    def begin(plugin: bool, stack: contextlib.ExitStack) -> serving.Process:
+    def begin(plugin: bool, stack: contextlib.ExitStack) -> Process:
         start = dict[str, Any](run=len(content["runs"]) - 1, plugin=plugin, log=[])
         began.append(start)
-        process = serving.Process(engine.value, model, plugin, given, start["log"].append)
+        process = serving.process(engine.value, model, plugin, given, start["log"].append)
         start |= dict(start_s=stack.enter_context(process).start())
         return process
 
@@ -291,17 +293,20 @@ def steps(
     sides: Annotated[
         str, typer.Option(help="Engines, started together: " + ", ".join(stepping.SIDES))
     ] = ",".join(stepping.SIDES),
+    drafts: Annotated[str, typer.Option(help="Who drafts: " + ", ".join(drawing.OPTIONS))] = "head",
     options: Annotated[str, typer.Option(help="The engine's options, as JSON.")] = "{}",
     repeats: Annotated[int, typer.Option(help="Times of each side in a cell.", min=1)] = 3,
 ) -> None:
     """Time a step of SGLang with whole states, and with records of decode and of drafts."""
     labels = [label for label in stepping.CELLS if pattern(filter).search(label)]
     names = [name.strip() for name in sides.split(",")]
-    if model not in serving.MODELS or not labels or set(names) - stepping.SIDES.keys():
-        known = (serving.MODELS, stepping.CELLS, stepping.SIDES)
-        models, cells, allowed = (", ".join(x) for x in known)
+    known = [list(x) for x in (serving.MODELS, stepping.CELLS, stepping.SIDES, drawing.OPTIONS)]
+    asked = [model], labels, names, [drafts]
+    if any(not x or set(x) - set(y) for x, y in zip(asked, known, strict=True)):
+        models, cells, allowed, who = (", ".join(x) for x in known)
         raise typer.BadParameter(
-            f"expected a model of {models}, a filter of {cells} and sides of {allowed}"
+            f"expected a model of {models}, a filter of {cells}, sides of {allowed}, "
+            f"drafts of {who}"
         )
     given = object_of(options, "--options")
     report, run = served("sglang", "steps", file)
@@ -309,15 +314,15 @@ def steps(
     samples: list[dict[str, Any]] = []
     content = dict(
         command="benchmarks steps sglang",
-        runs=[run | dict(model=model, options=given)],
+        runs=[run | dict(model=model, drafts=drafts, options=given)],
         logs=logs,
         samples=samples,
     )
     with report.measuring(), contextlib.ExitStack() as stack:
-        engines = stepping.begun(stack, names, model, given, logs, report.say)
+        engines = stepping.begun(stack, names, model, drafts, given, logs, report.say)
         for label in labels:
             try:
-                cell = stepping.measure(engines, label, repeats)
+                cell = stepping.measure(engines, label, drafts, repeats)
             except RuntimeError as problem:  # the other sides go on
                 report.say(f"{label}: {problem}")
                 engines = {name: x for name, x in engines.items() if x.process.poll() is None}
@@ -370,7 +375,7 @@ def tokens(
             log: list[str] = []
             received: list[Any] = []
             top = not any("speculative" in name for name in more)
-            process = serving.Process(engine.value, path, plugin, given | more, log.append)
+            process = serving.process(engine.value, path, plugin, given | more, log.append)
             try:
                 with process:
                     process.start()

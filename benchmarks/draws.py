@@ -2,13 +2,18 @@
 
 Answers of random weights soon repeat a few tokens, which share a few experts, and such a model
 accepts no draft. `draw` hooks into an engine's scheduler, before it starts. Sampled tokens and
-drafts are then drawn from the vocabulary; each request accepts TOKENS of its rounds in turn.
+drafts are then drawn from the vocabulary; each request accepts TOKENS of its rounds in turn. The
+scheduler also notes when it launches each batch, as the time of a step.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import os
+import statistics
+import time
+from pathlib import Path
 from typing import Any
 
 from .models import VOCABULARY
@@ -16,13 +21,22 @@ from .models import VOCABULARY
 TOKENS = (4, 1, 3, 2)
 """Tokens of successive rounds of a request: accepted drafts and one more."""
 OPTIONS = dict(
-    speculative_algorithm="NGRAM",
-    speculative_num_draft_tokens=max(TOKENS),
-    speculative_ngram_max_bfs_breadth=1,
+    ngram=dict(speculative_algorithm="NGRAM", speculative_ngram_max_bfs_breadth=1),
+    head=dict(
+        speculative_algorithm="NEXTN",
+        speculative_num_steps=max(TOKENS) - 1,
+        speculative_eagle_topk=1,
+    ),
 )
-"""The engine's, for lines of 3 drafts behind a request's last token."""
+"""The engine's, by who drafts: n-grams, or the model's own draft head (MTP), of random weights.
+
+Drafts are lines of 3 behind a request's last token."""
+for _options in OPTIONS.values():
+    _options |= dict(speculative_num_draft_tokens=max(TOKENS))
 ENVIRONMENT = dict(SGLANG_SIMULATE_ACC_LEN="1")
 """Has the engine ask `accept` which drafts it accepts."""
+LAUNCHES = "BENCHMARKS_LAUNCHES"
+"""The environment's variable with the folder for `launch`."""
 SEED = 0
 
 
@@ -33,7 +47,9 @@ def draw() -> None:
     for name, hook in {
         "layers.sampler.Sampler.forward": sample,
         "speculative.cpp_ngram.ngram_corpus.NgramCorpus.batch_get": draft,
+        "speculative.eagle_worker_v2.EagleDraftWorker.draft": draft_of_head,
         "speculative.spec_utils.generate_simulated_accept_index": accept,
+        "managers.scheduler.Scheduler.run_batch": launch,
     }.items():
         HookRegistry.register(f"sglang.srt.{name}", hook, HookType.AROUND)
 
@@ -69,6 +85,14 @@ def draft(original: Any, corpus: Any, requests: list[str], *args: Any, **kwargs:
     return drafts.reshape(tokens.shape), numpy.tile(line, (N, 1, 1)).reshape(mask.shape)
 
 
+def draft_of_head(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """The batch to verify, with other drafts than the head's; the head has run."""
+    verified = original(*args, **kwargs)
+    tokens = verified.draft_token.view(-1, max(TOKENS))
+    tokens[:, 1:].random_(0, VOCABULARY, generator=generator(tokens.device))
+    return verified
+
+
 def accept(
     original: Any, accept_index: Any, predict: Any, num_correct_drafts: Any, *_: Any, **__: Any
 ) -> Any:
@@ -78,6 +102,32 @@ def accept(
     num_correct_drafts.copy_(counts - 1)
     predict.random_(0, VOCABULARY, generator=generator(predict.device))
     return index.clone()
+
+
+@functools.cache
+def launched() -> Any:
+    """This process's file of `launch`."""
+    return Path(os.environ[LAUNCHES], str(os.getpid())).open("a")
+
+
+def launch(original: Any, scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """Notes the time and the number of requests that decode or verify; 0 requests for prompts."""
+    requests = len(batch.reqs) if batch.forward_mode.is_decode() else 0
+    print(time.perf_counter(), requests, file=launched(), flush=True)
+    return original(scheduler, batch, *args, **kwargs)
+
+
+def step_s(folder: Path, requests: int) -> float:
+    """The median time from a launch for so many requests to the next one; empties the files."""
+    times = []
+    for file in folder.iterdir():
+        rows = [line.split() for line in file.read_text().splitlines()]
+        os.truncate(file, 0)
+        pairs = itertools.pairwise(rows)
+        times += [float(b) - float(a) for (a, n), (b, m) in pairs if int(n) == int(m) == requests]
+    if not times:
+        raise RuntimeError(f"expected steps of {requests} requests, the engine ran none of them")
+    return statistics.median(times)
 
 
 rounds = itertools.cycle(range(len(TOKENS)))

@@ -10,25 +10,21 @@ in turns. Several such starts give medians and ranges.
 from __future__ import annotations
 
 import base64
-import contextlib
 import gzip
 import json
 import os
 import random
 import re
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from . import draws
 from .models import MODELS, VOCABULARY
+from .process import Process, orders, say
 
 BATCHES, PROMPTS, NEW_TOKENS = (1, 8, 64, 256), (512, 4096, 32768), 65
 MAX_TOKENS = 2**20
@@ -54,6 +50,9 @@ KINDS = {
 The recurrence is what stands between a linear layer's convolution and its norm; our decode may
 include the norm. Kernels of no kind count in `all` alone.
 """
+HEAD = "draft head"
+"""The kind of all kernels of a draft head's CUDA graphs, which count in no kind of KINDS."""
+Event = dict[str, Any]
 
 
 class Cell(NamedTuple):
@@ -280,28 +279,27 @@ def kernels(server: Server, cell: Cell, traces: Path, repeat: int) -> dict[str, 
 
 
 def step(
-    server: Server, cell: Cell, new_tokens: int, traces: Path, profile: bool
+    server: Server, cell: Cell, new_tokens: int, directory: Path, profile: bool, head: bool
 ) -> dict[str, Any]:
-    """Seconds to the first token and to the last one, or us of a step's kernels by kind.
+    """Seconds from a step to the next one, or us of a step's kernels by kind.
 
-    The prompts are the same in every call: the prefix cache has them from the second call on.
+    head: whether a draft head runs, whose kernels are a kind of their own, HEAD. The prompts are
+    the same in every call: the prefix cache has them from the second call on.
     """
-    prompts, runs, times = prompts_of(cell, -2), [], []
-    for tokens in (1, new_tokens):
+    prompts, runs = prompts_of(cell, -2), []
+    for tokens in (1, new_tokens) if profile else (new_tokens,):
         if profile:
             server.profile(True)
-        start = time.perf_counter()
         answers = server.answer(prompts, tokens, False)
-        times.append(time.perf_counter() - start)
         if short := [x for x in answers if len(x.tokens) != tokens]:
             got = len(short[0].tokens)
             raise RuntimeError(f"expected answers of {tokens} tokens, {len(short)} have {got}")
         if profile:
             server.profile(False)
-            runs.append(profiled(traces))
+            runs.append(profiled(directory / "traces", head))
     steps = server.verifies() or new_tokens - 1
     if not profile:
-        return dict(steps=steps, first_s=times[0], whole_s=times[1])
+        return dict(steps=steps, step_s=draws.step_s(directory / "launches", cell.batch))
     first, whole = runs
     kernels_us = {name: (whole[name] - us) / steps for name, us in first.items()}
     return dict(steps=steps, kernels_us=kernels_us)
@@ -315,7 +313,7 @@ def distinct(routed: list[Any]) -> list[int]:
     return [len({int(e) for token in layer for e in token}) for layer in zip(*routed, strict=True)]
 
 
-def profiled(traces: Path) -> dict[str, float]:
+def profiled(traces: Path, head: bool = False) -> dict[str, float]:
     """us of each kind's kernels and of all in rank 0's trace; removes every rank's trace."""
     files = sorted(traces.rglob("*.json*"))
     if not files:
@@ -327,8 +325,31 @@ def profiled(traces: Path) -> dict[str, float]:
     for file in files:
         file.unlink()
     of = {name: kind(name) for name in {event["name"] for event in events}}
-    by_kind = {x: busy(event for event in events if of[event["name"]] == x) for x in KINDS}
+    drafting, rest = parted(events, of) if head else ([], events)
+    by_kind = {x: busy(event for event in rest if of[event["name"]] == x) for x in KINDS}
+    by_kind |= {HEAD: busy(drafting)} if head else {}
     return by_kind | dict(all=busy(events))
+
+
+def parted(events: list[Event], of: Mapping[str, str | None]) -> tuple[list[Event], list[Event]]:
+    """A draft head's kernels, and the others: its CUDA graphs have no linear layer.
+
+    Kernels of one graph's launch share a correlation. of: kernels' kinds.
+    """
+    launches: dict[Any, list[Event]] = {}
+    for event in events:
+        launches.setdefault(event.get("args", {}).get("correlation"), []).append(event)
+    head = {
+        correlation
+        for correlation, launched in launches.items()
+        if correlation is not None
+        and len(launched) > 1
+        and not any(of[event["name"]] == "recurrence" for event in launched)
+    }
+    parts: tuple[list[Event], list[Event]] = [], []
+    for correlation, launched in launches.items():
+        parts[correlation not in head].extend(launched)
+    return parts
 
 
 def kind(kernel: str) -> str | None:
@@ -345,15 +366,15 @@ def busy(events: Iterable[dict[str, Any]]) -> float:
     return total
 
 
-def main(lines: Iterator[str]) -> None:
-    """The engine's process: starts the engine of the first line, then follows an order a line.
-
-    Prints MEASURED and a JSON line for the start and for each order.
-    """
-    start, job = time.perf_counter(), json.loads(next(lines))
+def main() -> None:
+    """The engine's process: starts the engine of the job, then follows orders."""
+    start, jobs = time.perf_counter(), orders()
+    job = next(jobs)
     with tempfile.TemporaryDirectory() as directory:
-        traces = Path(directory, "traces")
+        traces, launches = Path(directory, "traces"), Path(directory, "launches")
         traces.mkdir()
+        launches.mkdir()
+        os.environ[draws.LAUNCHES] = str(launches)
         model, options = job["model"], job["options"]
         if model in MODELS:
             config, model = MODELS[model], directory
@@ -361,91 +382,40 @@ def main(lines: Iterator[str]) -> None:
             options = dict(load_format="dummy") | options
         server = ENGINES[job["engine"]](model, job["plugin"], options, traces)
         say(start_s=time.perf_counter() - start)
-        for line in lines:
-            match json.loads(line):
+        for order in jobs:
+            match order:
                 case {"time": label, "repeat": repeat}:
                     say(**timed(server, CELLS[label], repeat))
                 case {"profile": label, "repeat": repeat}:
                     say(**kernels(server, CELLS[label], traces, repeat))
                 case {"prompts": prompts, "new_tokens": new_tokens, "top": top}:
                     say(answers=server.answer(prompts, new_tokens, top))
-                case {"step": sizes, "new_tokens": tokens, "profile": profile}:
-                    say(**step(server, Cell(*sizes), tokens, traces, profile))
+                case {"step": sizes, "new_tokens": tokens, "profile": profile, "head": head}:
+                    cell, folder = Cell(*sizes), Path(directory)
+                    say(**step(server, cell, tokens, folder, profile, head))
                 case {"experts": label}:
                     say(experts=distinct(server.experts(prompts_of(CELLS[label], -1))))
                 case {"ranks": True}:
                     say(ranks=server.ranks())
 
 
-def say(**message: Any) -> None:
-    sys.stdout.write(f"{MEASURED} {json.dumps(message)}\n")  # at once: the engine writes there too
-    sys.stdout.flush()
-
-
 # -------------------------------------------------------------------------- the command's process
 
-MEASURED = "MEASURED"
 ROUNDS = 5
 """Times of each side in a cell, in turns."""
 
 
-class Process:
-    """An engine in its own process, which ends with the context.
-
-    model: a name of MODELS, or a directory. said: called with each line of its log on gated_delta.
-    environment: variables besides this process's. A process that ends early is a RuntimeError with
-    the end of its output.
-    """
-
-    def __init__(
-        self,
-        engine: str,
-        model: str,
-        plugin: bool,
-        options: dict[str, Any],
-        said: Callable[[str], object],
-        environment: Mapping[str, str] = {},
-    ):
-        self.engine, self.options, self.said = engine, options, said
-        self.output = deque[str](maxlen=60)
-        command = [sys.executable, "-m", "benchmarks.serve"]
-        pipes: dict[str, Any] = dict(
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
-        pipes |= dict(text=True, errors="replace", env=os.environ | dict(environment))
-        self.process = subprocess.Popen(command, **pipes)
-        self.job = dict(engine=engine, model=model, plugin=plugin, options=options)
-
-    def __enter__(self) -> Process:
-        return self
-
-    def __exit__(self, *problem: object) -> None:
-        if any(problem):  # a signal, or one of two processes failed
-            self.process.terminate()
-        with self.process:  # closes its pipes and waits for it
-            self.process.communicate()
-
-    def start(self) -> float:
-        """Seconds until the engine runs."""
-        seconds: float = self.ask(**self.job)["start_s"]
-        return seconds
-
-    def ask(self, **order: Any) -> dict[str, Any]:
-        """The answer to an order of `main`."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):  # it ended: its output says why
-            print(json.dumps(order), file=self.process.stdin, flush=True)
-        for line in self.process.stdout:
-            if line.startswith(MEASURED):
-                answer: dict[str, Any] = json.loads(line[len(MEASURED) :])
-                return answer
-            self.output.append(line)
-            if "gated_delta" in line and "server_args" not in line:
-                self.said(line.strip())
-        raise RuntimeError(
-            f"{self.engine} ended with {self.process.wait()}\n{''.join(self.output)}"
-        )
+def process(
+    engine: str,
+    model: str,
+    plugin: bool,
+    options: dict[str, Any],
+    said: Callable[[str], object],
+    environment: Mapping[str, str] = {},
+) -> Process:
+    """An engine, not yet started. model: a name of MODELS, or a directory. said: of `Process`."""
+    job = dict(engine=engine, model=model, plugin=plugin, options=options)
+    return Process("serve", job, said, environment)
 
 
 def measure(sides: dict[bool, Process], cell: Cell) -> list[dict[str, Any]]:
@@ -469,7 +439,7 @@ def measure(sides: dict[bool, Process], cell: Cell) -> list[dict[str, Any]]:
         us["decode gap"] = 1e6 * tpot_s - us["decode all"]
         times = dict(ttft_ms=1e3 * first, tpot_ms=1e3 * tpot_s, kernels_us=us)
         sample = dict(plugin=plugin, cell=cell.label, **times, tokens=rounds[-1][plugin]["tokens"])
-        if "enable_return_routed_experts" in side.options:
+        if "enable_return_routed_experts" in side.job["options"]:
             sample |= side.ask(experts=cell.label)
         samples.append(sample)
     return samples
@@ -545,5 +515,4 @@ def verdict(engine: list[float], ours: list[float]) -> str | None:
 if __name__ == "__mp_main__" and os.environ.get("BENCHMARKS_DRAW"):  # an engine's process
     draws.draw()
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # runs the engine's clean-up
-    main(iter(sys.stdin.readline, ""))
+    main()

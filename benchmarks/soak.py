@@ -3,7 +3,7 @@
 Engines run side by side on one GPU: the truth (the engine's kernels, neither prefix cache nor
 drafts) and ours, with records kept in rows. Requests share beginnings, go on from earlier answers,
 are aborted, and are preempted, since caches are small. Every answer must equal the truth's, or part
-from it where its best tokens tie.
+from it where its best tokens tie, and be as long as asked, unless it was aborted while it ran.
 
     python -m benchmarks.soak vllm --model kda --seconds 200
 """
@@ -12,24 +12,24 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
+import itertools
 import math
 import os
 import random
 import re
-import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import gated_delta
 
 from .models import MODELS
+from .process import Process, orders, say
 from .serve import TOP
 from .tokens import compared, save_random
 
@@ -41,7 +41,11 @@ TIES = dict(gdn=0.125, kda=0.25)
 RING_FROM = 24
 """Requests from which SGLang's ring is used; the models' heads are few."""
 GRACE = 3
-"""Seconds after a rush's end, in which its last answers end; others are dropped."""
+"""Seconds after a rush's end, in which its last answers end; others are cut off."""
+START = 0.6
+"""Share of all seconds in which an engine starts; one that is later is killed and left out."""
+ABORTED, WHOLE = "aborted as asked", "length"
+"""How an answer ends; other ends are the engine's words."""
 SAMPLE = 2
 """With --check one request in so many is worked out again."""
 
@@ -114,12 +118,13 @@ def sglang(model: str, kind: str, side: Side, check: bool) -> Callable[[Rush], d
     import sglang
 
     engine = sglang.Engine(model_path=model, **sglang_options(side, check))
-    counts = dict(cached=0, accepted=0)
+    counts = dict(cached=0, accepted=0, rejected=0, cut=0)
 
     async def run(rush: Rush) -> dict[str, Any]:
         gate, answers = asyncio.Semaphore(rush.at_once), dict[str, Any]()
 
         async def one(request: Request) -> None:
+            asked = False
             async with gate:
                 if time.time() > rush.end:
                     return
@@ -130,26 +135,32 @@ def sglang(model: str, kind: str, side: Side, check: bool) -> Callable[[Rush], d
                 task = asyncio.ensure_future(call)
                 if request.abort is not None:
                     await asyncio.wait([task], timeout=request.abort)
-                    engine.tokenizer_manager.abort_request(request.name)
+                    if asked := not task.done():
+                        engine.tokenizer_manager.abort_request(request.name)
                 try:
                     answer = await task
-                except Exception:  # the engine's, for one that is aborted before it runs
-                    if request.abort is None:
-                        raise
-                    answers[request.name] = [[], []]
+                except Exception as problem:  # the engine's words for some aborted ones
+                    end = ABORTED if asked and "abort" in str(problem).lower() else repr(problem)
+                    answers[request.name] = [[], [], end]
                     return
             meta, tokens = answer["meta_info"], answer["output_ids"]
+            reason = meta["finish_reason"]
+            aborted = asked and reason["type"] == "abort"
+            end = ABORTED if aborted else WHOLE if reason["type"] == WHOLE else str(reason)
             best = meta.get("output_top_logprobs") or []
             top = [[(token, logprob) for logprob, token, *_ in p] for p in best]
-            answers[request.name] = [tokens, top]
+            answers[request.name] = [tokens, top, end]
             counts["cached"] += meta.get("cached_tokens", 0)
-            if verifies := meta.get("spec_verify_ct", 0):
-                counts["accepted"] += len(tokens) - verifies
+            if verifies := meta.get("spec_verify_ct", 0):  # of one draft each
+                accepted = max(0, len(tokens) - 1 - verifies)
+                counts["accepted"] += accepted
+                counts["rejected"] += verifies - accepted
 
         tasks = [asyncio.ensure_future(one(request)) for request in rush.requests]
         await asyncio.wait(tasks, timeout=max(0, rush.end + GRACE - time.time()))
         for task in tasks:
             task.result() if task.done() else task.cancel()
+            counts["cut"] += not task.done()
         return dict(answers=answers, counts=counts)
 
     return lambda rush: dict(engine.loop.run_until_complete(run(rush)))
@@ -166,7 +177,7 @@ def vllm_options(kind: str, side: Side, check: bool) -> dict[str, Any]:
     options |= dict(gpu_memory_utilization=0.1, enable_prefix_caching=side.cache)
     options |= dict(enforce_eager=True) if check else graphs
     if side.cache:  # room for a dozen requests; what decode fills is cached too
-        size = dict(gdn=10, kda=24)[kind] << 20
+        size = dict(gdn=8, kda=20)[kind] << 20
         options |= dict(kv_cache_memory_bytes=size, prefix_cache_retention_interval=None)
     else:
         options |= dict(kv_cache_memory_bytes=1 << 30)
@@ -183,6 +194,7 @@ def vllm(model: str, kind: str, side: Side, check: bool) -> Callable[[Rush], dic
 
     llm = LLM(model=model, **vllm_options(kind, side, check))
     engine, fixed = llm.llm_engine, dict(detokenize=False, output_kind=RequestOutputKind.DELTA)
+    cut = [0]
 
     def run(rush: Rush) -> dict[str, Any]:
         waiting, running = deque(rush.requests), dict[str, float]()
@@ -199,27 +211,33 @@ def vllm(model: str, kind: str, side: Side, check: bool) -> Callable[[Rush], dic
                 )
                 engine.add_request(request.name, dict(prompt_token_ids=request.prompt), sampling)
                 running[request.name] = now + (math.inf if request.abort is None else request.abort)
-                answers[request.name] = [[], []]
+                answers[request.name] = [[], [], ""]
             for output in engine.step():
-                (part,), (tokens, top) = output.outputs, answers[output.request_id]
+                (part,), answer = output.outputs, answers[output.request_id]
+                tokens, top, _ = answer
                 tokens += part.token_ids
                 pairs = [
                     [(token, x.logprob) for token, x in p.items()] for p in part.logprobs or ()
                 ]
                 top += [sorted(p, key=lambda pair: -pair[1]) for p in pairs]
                 if output.finished:
+                    answer[2] = part.finish_reason
                     del running[output.request_id]
             late = now > rush.end + GRACE
             for name in [name for name, end in running.items() if late or end <= now]:
                 engine.abort_request([name])
+                answers[name][2] = ABORTED
                 if late:
                     del answers[name]
+                    cut[0] += 1
                 del running[name]
         metrics = {m.name: getattr(m, "value", 0) for m in llm.get_metrics()}
         names = dict(cached="prefix_cache_hits", preempted="num_preemptions")
         names |= dict(accepted="spec_decode_num_accepted_tokens")
+        names |= dict(rejected="spec_decode_num_draft_tokens")
         counts = {key: metrics.get(f"vllm:{name}", 0) for key, name in names.items()}
-        return dict(answers=answers, counts=counts)
+        counts["rejected"] -= counts["accepted"]
+        return dict(answers=answers, counts=dict(counts, cut=cut[0]))
 
     return run
 
@@ -234,64 +252,32 @@ def watch() -> None:
 
 
 def child() -> None:
-    """Starts the engine of the first line, then answers a rush a line, into a pipe of its own."""
-    job = json.loads(sys.stdin.readline())
-    os.set_inheritable(job["pipe"], False)
-    side, engine = SIDES[job["side"]], dict(sglang=sglang, vllm=vllm)[job["engine"]]
-    with os.fdopen(job["pipe"], "w") as pipe:
-        run = engine(job["path"], job["kind"], side, job["check"])
-        print(json.dumps({}), file=pipe, flush=True)
-        for line in sys.stdin:
-            requests, *rest = json.loads(line)
-            rush = Rush([Request(*x) for x in requests], *rest)
-            print(json.dumps(run(rush)), file=pipe, flush=True)
+    """The engine's process: starts the engine of the job, then answers rushes."""
+    began, jobs = time.time(), orders()
+    job = next(jobs)
+    engine = dict(sglang=sglang, vllm=vllm)[job["engine"]]
+    run = engine(job["model"], job["kind"], SIDES[job["side"]], job["check"])
+    say(start_s=time.time() - began)
+    for rush in jobs:
+        requests = [Request(*x) for x in rush.pop("requests")]
+        say(**run(Rush(requests, **rush)))
 
 
 # --------------------------------------------------------------------------- the command's process
 
 
-class Engine:
-    """An engine in its own process, whose output goes to a file."""
-
-    def __init__(self, engine: str, name: str, job: dict[str, Any], log: Path):
-        side, self.name, self.log = SIDES[name], name, log
-        env = dict(GATED_DELTA_VLLM=str(int(side.ours)))
-        if side.records:
-            env[f"GATED_DELTA_{engine.upper()}_{side.records}"] = "1"
-        if job["check"]:
-            env |= dict(GATED_DELTA_CHECK="1")
-        if side.cache:  # the engine's own switch: every few steps it retracts requests
-            env |= dict(SGLANG_TEST_RETRACT="1", SGLANG_TEST_RETRACT_INTERVAL="8")
-        answers, pipe = os.pipe()
-        command = [sys.executable, "-m", "benchmarks.soak", "child"]
-        more: dict[str, Any] = dict(stdin=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        with log.open("w") as out:
-            more |= dict(env=os.environ | env, pass_fds=[pipe])
-            self.process = subprocess.Popen(command, stdout=out, **more)
-        os.close(pipe)
-        self.answers = os.fdopen(answers)
-        self.ask(dict(job, engine=engine, side=name, pipe=pipe))
-
-    def ask(self, order: Any) -> dict[str, Any]:
-        """The answer to an order of `child`. Raises RuntimeError if the engine ends."""
-        assert self.process.stdin is not None
-        print(json.dumps(order), file=self.process.stdin, flush=True)
-        if line := self.answers.readline():
-            return dict(json.loads(line))
-        end = f"ended with {self.process.wait()}; {self.log} has"
-        errors = [x for x in self.lines() if re.search(r"\w(Error|Problem): ", x)]
-        raise RuntimeError("\n    ".join([end, *errors[:8]]))
-
-    def lines(self) -> list[str]:
-        return self.log.read_text(errors="replace").splitlines()
-
-    def end(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        try:
-            self.process.wait(4)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
+def process(name: str, job: dict[str, Any], log: Path) -> Process:
+    """A side's engine, not yet started."""
+    side, engine = SIDES[name], job["engine"]
+    env = dict(GATED_DELTA_VLLM=str(int(side.ours)))
+    env |= dict(VLLM_TRITON_FORCE_FIRST_CONFIG="1")  # vLLM's; tuning takes a minute and more
+    if side.records:
+        env[f"GATED_DELTA_{engine.upper()}_{side.records}"] = "1"
+    if job["check"]:
+        env |= dict(GATED_DELTA_CHECK="1")
+    if side.cache:  # the engine's own switch: every few steps it retracts requests
+        env |= dict(SGLANG_TEST_RETRACT="1", SGLANG_TEST_RETRACT_INTERVAL="8")
+    return Process("soak", dict(job, side=name), environment=env, log=log)
 
 
 def workload(part: int, kind: str, number: int, known: dict[str, list[int]]) -> list[Request]:
@@ -313,43 +299,49 @@ def workload(part: int, kind: str, number: int, known: dict[str, list[int]]) -> 
         if texts and n % 2:
             text = rng.choice(texts)
             prompt = text[: rng.choice((len(text), rng.randrange(len(text)) + 1))][:1200]
-        elif rng.random() < 0.6:
+        elif rng.random() < 0.2:
+            prompt = piece(1)  # engines pad these with drafts
+        elif rng.random() < 0.7:
             cut = 64 * rng.randrange(1, 7) + rng.choice((0, 0, 1, 17, 63))
             prompt = rng.choice(documents)[:cut] + piece(rng.choice((0, 1, 5, 40, 90)))
         else:
             prompt = piece(rng.randrange(1, 400))
         prompt = prompt or piece(1)
         abort = rng.uniform(0.02, 1.0) if n % 12 == 5 else None
-        new = rng.choice((5, 12, 20, 33, 64, 65, 110))
+        new = rng.choice((5, 12, 20, 33, 64, 65, 110, 200))
         # SGLang aborts all requests whose names begin with the one's.
         requests.append(Request(f"{part}-{n:05}", prompt, new, abort))
     return requests
 
 
 Answers = dict[str, Any]
-"""tokens, and the best log probabilities of each or nothing, by the request's name."""
+"""tokens, the best log probabilities of each or nothing, and how it ends, by the request's name."""
 
 
-def judged(truth: Answers, other: Answers, whole: set[str], tie: float) -> dict[str, Any]:
+def judged(
+    truth: Answers, other: Answers, requests: dict[str, Request], tie: float
+) -> dict[str, Any]:
     """Counts the answers that equal the truth's, and those that part from it at a tie.
 
-    whole: requests that were not aborted, whose answers must be as long as the truth's. wrong: the
-    others, each with the gap where it parts, or why it has none.
+    requests: by name. aborted: answers that our abort ended, right so far. wrong: the others, each
+    with its prompt's length, and the gap where it parts or how it ends.
     """
-    equal, ties, wrong = 0, [0.0], {}
-    for name in truth.keys() & other.keys():
-        (own, top), (tokens, _) = truth[name], other[name]
+    counts, gap, wrong = dict.fromkeys(("equal", "ties", "aborted"), 0), 0.0, {}
+    names = truth.keys() & other.keys()
+    for name in names:
+        (own, top, _), (tokens, _, end) = truth[name], other[name]
         n = min(len(own), len(tokens))
         parted = compared([[own[:n], top[:n]]], [[tokens[:n], []]])["parted"]
-        if not parted and (n == len(own) or name not in whole):
-            equal += 1
-        elif parted and parted[0] is not None and parted[0] <= tie:
-            ties.append(parted[0])
+        prompt, new = len(requests[name].prompt), requests[name].new
+        if len(tokens) != new if end == WHOLE else end != ABORTED:
+            wrong[name] = f"prompt of {prompt}, ends after {len(tokens)} of {new} tokens: {end}"
+        elif parted and (parted[0] is None or parted[0] > tie):
+            gap_text = "none" if parted[0] is None else f"{parted[0]:.3f}"
+            wrong[name] = f"prompt of {prompt}, parts by {gap_text}"
         else:
-            short, beyond = f"ends after {n} of {len(own)} tokens", "not among the best tokens"
-            wrong[name] = short if not parted else beyond if parted[0] is None else parted[0]
-    answers, gap = len(truth.keys() & other.keys()), max(ties)
-    return dict(answers=answers, equal=equal, ties=len(ties) - 1, gap=gap, wrong=wrong)
+            counts["aborted" if end == ABORTED else "ties" if parted else "equal"] += 1
+            gap = max([gap, *parted])
+    return dict(counts, answers=len(names), gap=gap, wrong=wrong)
 
 
 def save_kda(path: Path) -> None:
@@ -380,51 +372,45 @@ def save_kda(path: Path) -> None:
 def on_all(names: list[str], function: Callable[[str], Any]) -> dict[str, Any]:
     """The function's results by name, in threads; says and leaves out those that raise."""
     results: dict[str, Any] = {}
-
-    def run(name: str) -> None:
-        try:
-            results[name] = function(name)
-        except (RuntimeError, OSError) as problem:
-            print(f"{name} FAILED: {problem}", flush=True)
-
-    threads = [threading.Thread(target=run, args=(name,)) for name in names]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(names)) as pool:
+        for name, result in {name: pool.submit(function, name) for name in names}.items():
+            try:
+                results[name] = result.result()
+            except (RuntimeError, OSError) as problem:
+                print(f"{name} FAILED: {problem}", flush=True)
     return results
 
 
 class Tally:
-    """What a side has answered so far, and what its engine has counted."""
+    """What a side has answered so far, and what its engine has counted and logged."""
 
-    def __init__(self, engine: Engine):
-        self.engine, self.answers, self.equal, self.ties, self.gap = engine, 0, 0, 0, 0.0
-        self.wrong: dict[str, Any] = {}
-        self.counts: dict[str, int] = {}
+    def __init__(self, side: Side):
+        self.side, self.gap, self.records = side, 0.0, False
+        self.counts, self.wrong = Counter[str](), dict[str, str]()
 
-    def add(self, answers: Answers, counts: dict[str, int], found: dict[str, Any]) -> None:
-        """found: of `judged`, or nothing. It leaves out what the truth did not answer."""
-        self.answers += found.get("answers", len(answers))
-        self.counts = counts
-        self.equal, self.ties = self.equal + found.get("equal", 0), self.ties + found.get("ties", 0)
-        self.gap = max(self.gap, found.get("gap", 0))
-        self.wrong |= found.get("wrong", {})
+    def add(self, counts: dict[str, int], found: dict[str, Any], log: str) -> None:
+        """counts: the engine's, of all rushes. found: of `judged`, or the number of answers."""
+        self.wrong |= found.pop("wrong", {})
+        self.gap = max(self.gap, found.pop("gap", 0))
+        self.counts.update(found)
+        retracted = sum(map(int, re.findall(r"#retracted_reqs: (\d+)", log)))
+        compared = re.findall(r"gated_delta compared (\d+) states", log)
+        totals = dict(preempted=retracted, compared=int(compared[-1]) if compared else 0)
+        self.counts = Counter(dict(self.counts) | totals | counts)
+        self.records = re.search("gated_delta(.s ring takes| keeps drafts in)", log) is not None
 
-    def line(self, judged: bool) -> str:
-        """judged: by the truth."""
-        parts = [f"{self.answers} answers"]
-        if judged:
-            parts += [f"{self.equal} equal", f"{self.ties} part at ties of up to {self.gap:.3f}"]
-            parts += [
-                f"{len(self.wrong)} WRONG {sorted(self.wrong.items(), key=lambda x: str(x[1]))[:5]}"
-            ]
-        log = "\n".join(self.engine.lines())
-        retracted = map(int, re.findall(r"#retracted_reqs: (\d+)", log))
-        counts = dict(preempted=0) | self.counts
-        counts["preempted"] += sum(retracted)
-        compared = re.findall(r"gated_delta (compared .*)", log)[-1:]
-        return ", ".join([*parts, *(f"{name} {n}" for name, n in counts.items()), *compared])
+    def line(self) -> str:
+        wrong = sorted(self.wrong.items(), key=lambda x: x[1])
+        counts = ", ".join(f"{n} {name}" for name, n in self.counts.items() if n)
+        return f"{counts}, gap at most {self.gap:.3f}, {len(wrong)} WRONG {wrong[:5] or ''}"
+
+    def unseen(self) -> list[str]:
+        """What a soak of this side has to see, and did not."""
+        side, events = self.side, ["answers"]
+        events += ["cached", "preempted"] if side.cache else []
+        events += ["accepted", "rejected"] if side.drafts else []
+        kept = self.records or not side.records
+        return [x for x in events if not self.counts[x]] + ([] if kept else ["records in the log"])
 
 
 def main() -> int:
@@ -437,7 +423,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="compare states in place of answers")
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()))
     given = parser.parse_args()
-    end, began = time.time() + given.seconds, time.time()
+    began = time.time()
     names = list(dict.fromkeys([*([] if given.check else ["truth"]), *given.sides.split(",")]))
     if unknown := set(names) - SIDES.keys():
         parser.error(f"--sides: expected some of {','.join(SIDES)}, got {','.join(unknown)}")
@@ -447,58 +433,57 @@ def main() -> int:
         if given.model == "kda":
             path = directory
             save_kda(Path(directory))
-        job = dict(path=path, kind=given.model, check=given.check)
-
-        def start(name: str) -> Engine:
-            check = "_check" if given.check else ""
-            log = given.logs / f"soak_{given.engine}_{given.model}_{name}{check}.log"
-            return Engine(given.engine, name, job, log)
-
-        started: dict[str, Engine] = on_all(names, start)
-        engines = {name: started[name] for name in names if name in started}
-        print(f"{len(engines)} engines started in {time.time() - began:.0f} s", flush=True)
+        job = dict(engine=given.engine, model=path, kind=given.model, check=given.check)
+        log = f"soak_{given.engine}_{given.model}_{{}}{'_check' if given.check else ''}.log"
+        engines = {name: process(name, job, given.logs / log.format(name)) for name in names}
         try:
-            return soak(given, engines, end) or len(names) - len(engines)
+            started = on_all(names, lambda name: engines[name].start(START * given.seconds))
+            print(f"{len(started)} engines started in {time.time() - began:.0f} s", flush=True)
+            soaked = {name: engines[name] for name in names if name in started}
+            return soak(given, soaked, began + given.seconds) or len(names) - len(started)
         finally:
-            on_all(list(engines), lambda name: engines[name].end())
+            on_all(names, lambda name: engines[name].end("no order is left"))
 
 
-def soak(given: argparse.Namespace, engines: dict[str, Engine], end: float) -> int:
-    """Rushes until the end; prints a line for each side after each. Returns 1 for a wrong one."""
-    tallies = {name: Tally(engine) for name, engine in engines.items()}
+def soak(given: argparse.Namespace, engines: dict[str, Process], end: float) -> int:
+    """Rushes until the end; prints a line for each side after each. Returns 1 for a bad one."""
+    tallies = {name: Tally(SIDES[name]) for name in engines}
     running, lead = dict[str, Any](engines), "truth" if not given.check else next(iter(engines), "")
     known: dict[str, list[int]] = {}
-    for part in range(1000):
+    for part in itertools.count():
         if time.time() > end - 15 or lead not in running:
             break
         new = workload(part, given.model, given.requests, known)
-        whole = {x.name for x in new if x.abort is None}
         calm = [x._replace(abort=None) for x in new]
 
         def run(name: str, part: int = part, new: Any = new, calm: Any = calm) -> dict[str, Any]:
             top, at_once = name == "truth", 24 if part % 2 else 64
-            return engines[name].ask(Rush(calm if top else new, at_once, end - 10, top))
+            rush = Rush(calm if top else new, at_once, end - 10, top)
+            return engines[name].ask(end - time.time(), **rush._asdict())
 
         running = on_all(list(running), run)
         if lead not in running:
             break
         said = running[lead]["answers"]
         known = {x.name: x.prompt + said[x.name][0] for x in new if x.name in said}
-        for name, answer in ((name, running[name]) for name in engines if name in running):
-            others = not given.check and name != "truth"
-            tie = TIES[given.model]
-            found = judged(said, answer["answers"], whole, tie) if others else {}
-            tallies[name].add(**answer, found=found)
-            line = f"{given.engine} {given.model} {name}: {tallies[name].line(others)}"
-            print(line, flush=True)
-    wrong = any(x.wrong for name, x in tallies.items() if SIDES[name].ours)
-    return int(wrong or any(name not in running for name in engines))
+        for name in [x for x in engines if x in running]:
+            answers, asked = running[name]["answers"], {x.name: x for x in new}
+            found = dict(answers=len(answers))
+            if not given.check:
+                found = judged(said, answers, asked, TIES[given.model])
+            tallies[name].add(running[name]["counts"], found, "\n".join(engines[name].lines()))
+            print(f"{given.engine} {given.model} {name}: {tallies[name].line()}", flush=True)
+    unseen = {name: x.unseen() for name, x in tallies.items() if x.unseen()}
+    if unseen:
+        print(f"{given.engine} {given.model} UNSEEN: {unseen}", flush=True)
+    wrong = any(x.wrong for name, x in tallies.items() if SIDES[name].ours or name == "truth")
+    return int(wrong or bool(unseen) or any(name not in running for name in engines))
 
 
 if __name__ == "__mp_main__":  # a process of an engine
     watch()
 if __name__ == "__main__":
-    if sys.argv[1:] == ["child"]:
+    if sys.argv[1].isdigit():
         watch()
         child()
     else:

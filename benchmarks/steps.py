@@ -2,17 +2,20 @@
 
 All sides run our kernels and the engine's prefix cache; each is an engine of its own, on the same
 device, and they answer in turns. Tokens are drawn at random (`draws`). A step is a decode of every
-request, or a verify of three drafts of each.
+request, or a verify of three drafts of each, with the drafting. Its time is the engine's, from a
+step to the next one; the others wait meanwhile.
 """
 
 from __future__ import annotations
 
 import contextlib
+import statistics
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from . import draws, serve
+from .process import Process
 
 DECODED, DRAFTED = 65, 1 + 9 * sum(draws.TOKENS)
 """Tokens of an answer, without drafts and with: all requests end in the same step."""
@@ -39,35 +42,36 @@ SIDES = {
     "drafts in states": Side(True, {}),
     "drafts folded each round": Side(
         True,
-        # The plan stream, which n-grams do not use, keeps rows from outliving a round.
+        # The plan stream keeps rows from outliving a round.
         dict(GATED_DELTA_SGLANG_KVBUFFER="1", SGLANG_ENABLE_OVERLAP_PLAN_STREAM="1"),
     ),
     "drafts folded seldom": Side(True, dict(GATED_DELTA_SGLANG_KVBUFFER="1")),
 }
 
 
-def process(name: str, model: str, options: dict[str, Any], said: Any) -> serve.Process:
-    """The engine of a side, not yet started."""
+def process(name: str, model: str, drafts: str, options: dict[str, Any], said: Any) -> Process:
+    """The engine of a side, not yet started. drafts: who drafts, of draws.OPTIONS."""
     side = SIDES[name]
-    options = OPTIONS | (draws.OPTIONS if side.drafts else {}) | options
+    options = OPTIONS | (draws.OPTIONS[drafts] if side.drafts else {}) | options
     records = dict.fromkeys(("GATED_DELTA_SGLANG_RING", "GATED_DELTA_SGLANG_KVBUFFER"), "0")
     environment = records | (draws.ENVIRONMENT if side.drafts else {}) | side.environment
     draw = dict(BENCHMARKS_DRAW="1")
-    return serve.Process("sglang", model, True, options, said, environment | draw)
+    return serve.process("sglang", model, True, options, said, environment | draw)
 
 
 def begun(
     stack: contextlib.ExitStack,
     names: list[str],
     model: str,
+    drafts: str,
     options: dict[str, Any],
     logs: dict[str, list[str]],
     say: Callable[[str], object],
-) -> dict[str, serve.Process]:
+) -> dict[str, Process]:
     """The engines of these sides that start, all at once; says why another does not."""
     engines = {}
     for name in names:
-        engines[name] = process(name, model, options, logs[name].append)
+        engines[name] = process(name, model, drafts, options, logs[name].append)
         stack.enter_context(engines[name])
 
     def start(name: str) -> bool:
@@ -92,16 +96,25 @@ def table(samples: list[dict[str, Any]]) -> Iterator[str]:
         return
     yield f"{samples[0]['cell']}: " + ", ".join(x["side"] for x in samples)
     rows = {name: [x[name] for x in samples] for name in ("step_ms", "tpot_ms", "tokens_a_step")}
-    rows |= {kind: [x["kernels_us"][kind] for x in samples] for kind in (*serve.KINDS, "all")}
+    rows |= {
+        kind: [x["kernels_us"].get(kind, 0) for x in samples]
+        for kind in (*serve.KINDS, serve.HEAD, "all")
+    }
     for name, row in rows.items():
         if any(row):
             yield f"  {name:14s}" + "".join(f"{x:12.2f}" for x in row)
 
 
-def measure(sides: dict[str, serve.Process], label: str, repeats: int = 3) -> list[dict[str, Any]]:
-    """A sample of each side: a step's time in ms, from the least times; us of its kernels."""
+def measure(
+    sides: dict[str, Process], label: str, drafts: str, repeats: int = 3
+) -> list[dict[str, Any]]:
+    """A sample of each side: a step's time in ms, the median; us of its kernels."""
     orders: dict[str, dict[str, Any]] = {
-        name: dict(step=CELLS[label], new_tokens=DRAFTED if SIDES[name].drafts else DECODED)
+        name: dict(
+            step=CELLS[label],
+            new_tokens=DRAFTED if SIDES[name].drafts else DECODED,
+            head=SIDES[name].drafts and drafts == "head",
+        )
         for name in sides
     }
     times: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
@@ -110,11 +123,9 @@ def measure(sides: dict[str, serve.Process], label: str, repeats: int = 3) -> li
             times[name].append(side.ask(profile=False, **orders[name]))
     samples = []
     for name, side in sides.items():
-        steps = times[name][-1]["steps"]
-        tokens = (orders[name]["new_tokens"] - 1) / steps
+        tokens = (orders[name]["new_tokens"] - 1) / times[name][-1]["steps"]
         repeated = times[name][1:]  # the first one fills the cache
-        first, whole = (min(x[key] for x in repeated) for key in ("first_s", "whole_s"))
-        step_ms = 1e3 * (whole - first) / steps
+        step_ms = 1e3 * statistics.median(x["step_s"] for x in repeated)
         samples.append(
             dict(
                 side=name,

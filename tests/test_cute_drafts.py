@@ -282,6 +282,11 @@ def test_bits_do_not_depend_on_the_longest_draft(axis, state_dtype):
         one, alone = part(dense, slice(n, n + 1), slice(0, length)), buffer_for(dense, 1, 16)
         same(verify(one, start[n : n + 1], alone), o[n].contiguous())
         same_buffers(alone, gd.KVBuffer(*(x[n : n + 1] for x in parts(buffer))))
+    few, short = (1, 3, 5, 0, 0), buffer_for(dense, 5, 16)
+    outputs = verify(packed(dense, few), start, short, max_seqlen=5).split(few, 1)
+    for got, want in zip(outputs[:3], o[:3], strict=True):
+        same(got.contiguous(), want.contiguous())
+    same_buffers(short, buffer, slice(3))
 
 
 # ------------------------------------------------------------------------------------------- memory

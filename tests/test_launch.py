@@ -959,6 +959,18 @@ def prompt_problem(HV=8, **changes):
     )
 
 
+@pytest.mark.parametrize(
+    ("most", "tile"), [(None, 16), (0, 2), (1, 2), (3, 4), (4, 4), (5, 8), (16, 16), (99, 16)]
+)
+def test_the_longest_draft_picks_the_kernel(most, tile, launches):
+    """Of packed drafts; rows of 16 tokens have room for more."""
+    call = {name: torch.randn(1, 8, 2, 64).bfloat16() for name in "qkv"}
+    call |= dict(g=-torch.rand(1, 8, 2), beta=torch.rand(1, 8, 2), state=torch.zeros(2, 2, 64, 64))
+    rows = dict(buffer=gd.KVBuffer.empty(2, 16, 2, 2, 64, 64), buffer_lens=torch.zeros(2).int())
+    run("verify", **call, **rows, cu_seqlens=torch.tensor([0, 4, 8]), max_seqlen=most)
+    assert dict(launches.kernels[0].facts)["token_tile"] == tile
+
+
 def test_the_variants_of_a_prefill_are_those_of_its_schedules(axis):
     problem = prompt_problem(axis=axis)
     variants = dispatch.variants_of(problem)

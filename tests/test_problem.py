@@ -176,6 +176,7 @@ BAD = {
         ],
         "verify": [
             (dict(null_index=ints(0)), "null_index: expected an int, got torch.Tensor"),
+            (packed(0, 3) | dict(max_seqlen=3.0), "max_seqlen: expected an int or None, got float"),
             (
                 dict(buffer=torch.zeros(3)),
                 "buffer: expected a gated_delta.KVBuffer, got torch.Tensor",
@@ -504,6 +505,12 @@ BAD = {
                 dict(buffer_indices=ints(0, 1), null_index=0),
                 "null_index: expected -1 without state_indices",
             ),
+            (dict(max_seqlen=T), "max_seqlen: expected None without cu_seqlens, got a value"),
+            (packed(0, 3) | dict(max_seqlen=-1), "max_seqlen: expected 0 or more, got -1"),
+            (
+                packed(0, 1, 4) | dict(max_seqlen=2),
+                "cu_seqlens: expected at most max_seqlen=2 tokens per sequence, got 3",
+            ),
             (
                 packed(0, 4, dtype=i64),
                 "buffer: expected room for the longest sequence, 4 tokens, got 3",
@@ -606,7 +613,7 @@ BAD = {
             ),
         ],
         "verify": [
-            (dict(buffer_indices=ints(0, N)), f"buffer_indices: expected indices below {N}"),
+            (dict(buffer_indices=ints(0, N)), f"buffer_indices: expected indices below {N}")
         ],
         "flush": [
             (dict(state_indices=ints(0, P)), "state_indices: expected indices below"),
@@ -618,7 +625,7 @@ BAD = {
         "decode": [
             (dict(backend="cute"), "cute.*cannot run decode"),
             (dict(q=torch.zeros(N, T, H, K, requires_grad=True)), "q requires grad.*no backward"),
-        ],
+        ]
     },
 }
 WRITTEN = torch.zeros(N, T, HV, V)

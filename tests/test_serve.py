@@ -7,11 +7,12 @@ import os
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks import draws, serve, tokens
+from benchmarks import draws, parallel, process, serve, tokens
 from benchmarks.__main__ import app
 
 ENGINE = """
@@ -29,7 +30,7 @@ class Engine:
         assert (options.get("load_format") == "dummy") != model_path.endswith("tiny_qwen3_5")
         assert options["page_size"] == 64
         print("gated_delta runs decode" if self.ours else "Triton runs decode", flush=True)
-        self.drafts = options.get("speculative_algorithm") == "NGRAM"
+        self.drafts = options.get("speculative_algorithm")
         if os.environ.get("GATED_DELTA_SGLANG_KVBUFFER") == "1":
             print("gated_delta keeps drafts in 0.1 GiB", flush=True)
         if self.ours and (FAILS or self.fails):
@@ -49,8 +50,19 @@ class Engine:
         step = kernel(name, 4 - self.ours)
         copy = dict(cat="gpu_memcpy", name="Memcpy", dur=1)
         rest = [kernel("gemm", 10), copy, dict(cat="cpu_op", name="x")]
-        events, at = [prompt, *rest] + [step, *rest] * (n - 1), 0
+        head = [kernel("gemm", 7), kernel("moe", 5)]
+        if self.drafts == "NEXTN":  # kernels of a graph's launch have one correlation
+            step, rest = [x | dict(args=dict(correlation=1)) for x in [step, *rest]], []
+            step += [x | dict(args=dict(correlation=2)) for x in head]
+        else:
+            step = [step]
+        events, at = [prompt, *rest] + [*step, *rest] * (n - 1), 0
         self.events = [event | dict(ts=(at := at + 1000)) for event in events]
+        if folder := os.environ.get("BENCHMARKS_LAUNCHES"):
+            with open(os.path.join(folder, "7"), "a") as file:
+                times = [1, 2, 2.25, 2.5, 2.75, 4]
+                rows = zip(times, [0] + [len(input_ids)] * 4 + [0], strict=True)
+                file.writelines(f"{time} {n}\\n" for time, n in rows)
         outputs, logprob = [], -0.1 - 0.01 * self.ours
         for prompt in input_ids:
             ids = [prompt[0]] * (n - self.ours) + [self.heads] * self.ours
@@ -89,9 +101,9 @@ class Sides(contextlib.ExitStack):
 
     def side(self, engine, model, plugin):
         options, said = dict(page_size=64), self.logs[plugin].append
-        process = self.enter_context(serve.Process(engine, model, plugin, options, said))
-        assert process.start() > 0
-        return process
+        side = self.enter_context(serve.process(engine, model, plugin, options, said))
+        assert side.start() > 0
+        return side
 
 
 def test_both_kernels_are_measured_in_every_cell_asked_for(engine):
@@ -139,7 +151,7 @@ def test_sides_are_timed_in_turns(monkeypatch):
 
     class Side:
         def __init__(self, plugin):
-            self.plugin, self.options = plugin, {}
+            self.plugin, self.job = plugin, dict(options={})
 
         def ask(self, repeat, profile=None, **_):
             asked.append((self.plugin, repeat))
@@ -161,16 +173,35 @@ def test_a_failing_engine_is_an_error(engine):
         stack.begin()
 
 
-def test_an_engine_ends_when_the_command_does(tmp_path, monkeypatch):
-    lines = ("#!/bin/sh", "read job", "echo gated_delta", "echo 'MEASURED {\"start_s\": 1}'")
-    (tmp_path / "engine").write_text("\n".join([*lines, "exec sleep 30\n"]))
+def stand_in(tmp_path, monkeypatch, *lines):
+    """Engines are this shell script, which has read its job; $3 is its pipe for answers."""
+    (tmp_path / "engine").write_text("\n".join(["#!/bin/sh", "read job", *lines, ""]))
     (tmp_path / "engine").chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "engine"))
+
+
+def test_an_engine_ends_when_the_command_does(tmp_path, monkeypatch):
+    """What it writes elsewhere is no answer."""
+    noise, answer = """echo '{"start_s": 0}'""", """echo '{"start_s": 1}' > /proc/self/fd/$3"""
+    stand_in(tmp_path, monkeypatch, "echo gated_delta", noise, answer, "exec sleep 30")
     began, stack = time.monotonic(), Sides()
     with contextlib.suppress(KeyboardInterrupt), stack:
         stack.begin()
         raise KeyboardInterrupt
     assert stack.logs[True] == ["gated_delta"]
+    assert time.monotonic() - began < 20
+
+
+@pytest.mark.parametrize("deaf", [False, True])
+def test_an_engine_that_does_not_answer_ends(tmp_path, monkeypatch, deaf):
+    monkeypatch.setattr(process, "STOPS_S", 0.3)
+    hear = "trap '' TERM" if deaf else "echo SlowError: no answer"
+    stand_in(tmp_path, monkeypatch, hear, "exec sleep 30")
+    began = time.monotonic()
+    with serve.process("sglang", "qwen3_next", True, {}, print) as engine:
+        ended = r"(?s)ended with -9" if deaf else r"(?s)ended with -15.*no answer"
+        with pytest.raises(RuntimeError, match=ended):
+            engine.start(0.3)
     assert time.monotonic() - began < 20
 
 
@@ -264,21 +295,29 @@ def test_wrong_options_are_refused(arguments, words, tmp_path):
     assert not (tmp_path / "new.json").exists()
 
 
-def test_steps_of_every_side_are_measured(engine, tmp_path, environment):
+@pytest.mark.parametrize("by", ["ngram", "head"])
+def test_steps_of_every_side_are_measured(by, engine, tmp_path, environment):
     """A step of drafts is a verify; kernels and time are those of a step, not of a token."""
     engine()
     file, sides = tmp_path / "new.json", "states,drafts folded seldom"
     arguments = ["--filter", "^16 x 512", "--sides", sides, "--repeats", "1"]
-    options = ["--options", '{"page_size": 64}']
+    options = ["--options", '{"page_size": 64}', "--drafts", by]
     result = CliRunner().invoke(app, ["steps", str(file), *arguments, *options])
     assert result.exit_code == 0, result.output
     content = json.loads(file.read_text())
+    assert content["runs"][0]["drafts"] == by
     states, drafts = content["samples"]
     assert (states["side"], drafts["side"]) == tuple(sides.split(","))
     assert (states["tokens_a_step"], drafts["tokens_a_step"]) == (1, 2.5)
     assert states["kernels_us"]["recurrence"] == pytest.approx(3)
     assert drafts["kernels_us"]["recurrence"] == pytest.approx(3 * 2.5)
+    head = drafts["kernels_us"].get("draft head", 0)
+    assert head == pytest.approx(12 * 2.5 if by == "head" else 0)
+    assert drafts["kernels_us"]["all"] == pytest.approx(14 * 2.5 + head)
+    assert drafts["kernels_us"]["projections"] == pytest.approx(10 * 2.5)
+    assert "draft head" not in states["kernels_us"]
     for sample in (states, drafts):
+        assert sample["step_ms"] == pytest.approx(250)
         assert sample["tpot_ms"] == pytest.approx(sample["step_ms"] / sample["tokens_a_step"])
     keeps = "gated_delta keeps drafts in 0.1 GiB"
     assert [keeps in log for log in content["logs"].values()] == [False, True]
@@ -294,7 +333,7 @@ def test_sides_that_do_not_start_leave_the_others(engine, tmp_path, environment)
     assert result.exit_code == 1
     assert "ring: sglang ended with" in result.output
     assert json.loads(file.read_text())["samples"] == []
-    for wrong in (["--sides", "rings"], ["--filter", "^8 x"], ["--model", "nothing"]):
+    for wrong in (["--sides", "rings"], ["--filter", "^8 x"], ["--drafts", "mtp"]):
         assert CliRunner().invoke(app, ["steps", str(file), *wrong]).exit_code == 2
 
 
@@ -317,6 +356,36 @@ def test_drawn_drafts_are_lines_and_requests_accept_in_turn():
     assert (counts[0] != counts[1]).all()
 
 
+def test_drafts_of_a_head_are_drawn_and_its_steps_timed(tmp_path, monkeypatch):
+    """The first token of each line stays. Prompts, other batches and idle ends are no steps."""
+    torch = pytest.importorskip("torch")
+    batch = SimpleNamespace(draft_token=torch.full((8,), -1))
+    assert draws.draft_of_head(lambda worker, batch: batch, None, batch) is batch
+    drawn = batch.draft_token.view(2, 4)
+    assert (drawn[:, 0] == -1).all()
+    assert (drawn[:, 1:] >= 0).all()
+
+    monkeypatch.setenv(draws.LAUNCHES, str(tmp_path))
+    draws.launched.cache_clear()
+    times = iter([0, 1, 1.5, 2, 9, 10, 10.5, 20])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(times))
+    for n, decodes in (
+        (2, False),
+        (2, True),
+        (2, True),
+        (2, True),
+        (1, True),
+        (2, False),
+        (2, True),
+    ):
+        mode = SimpleNamespace(is_decode=lambda decodes=decodes: decodes)
+        given = SimpleNamespace(reqs=[None] * n, forward_mode=mode)
+        assert draws.launch(lambda *x, **_: x[1], None, given, pp_proxy_tensors=None) is given
+    assert draws.step_s(tmp_path, 2) == 0.5
+    with pytest.raises(RuntimeError, match="steps of 2 requests"):
+        draws.step_s(tmp_path, 2)  # read, and emptied
+
+
 @pytest.mark.parametrize("command", ["serve", "tokens"])
 @pytest.mark.parametrize("missing", ["engine", "device"])
 def test_a_missing_engine_or_device_is_refused_in_one_line(
@@ -334,6 +403,13 @@ def test_a_missing_engine_or_device_is_refused_in_one_line(
         "sglang is not installed" if missing == "engine" else "expected a CUDA device"
     ) in result.stderr
     assert not (tmp_path / "new.json").exists()
+
+
+def test_ranks_without_torchrun_are_refused_in_one_line(monkeypatch, capsys):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises(SystemExit, match=r"^2$"):
+        parallel.main()
+    assert "torchrun --nproc-per-node" in capsys.readouterr().err
 
 
 def no_device():

@@ -258,6 +258,7 @@ def verify(
     beta_logits: bool = False,
     allow_neg_eigval: bool = False,
     cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
     norm: GatedNorm | None = None,
     z: Tensor | None = None,
     state: Tensor,
@@ -278,6 +279,9 @@ def verify(
     token are neutral. A negative index in either makes the sequence inactive; null_index applies to
     slots, not to rows. norm, z and out_scales as for decode; the rest, and errors, as for prefill.
 
+    max_seqlen: an int, the most tokens of a packed draft, if the caller knows it; else kernels for
+    16 run, or for as many as a row takes. Unlike prefill's it is a bound: a longer draft is a
+    ValueError on the reference backend; kernels leave out the tokens past it and their outputs.
     buffer_lens: [N] int32 or int64, only read. The state lacks the first buffer_lens[n] tokens of
     the row, as for decode with a buffer; the drafts are appended behind them, and nothing else is
     written. A row without room for them or a negative length is a ValueError on the reference
@@ -298,7 +302,7 @@ def verify(
         q, k, v, g, beta, state, A_log, dt_bias, cu_seqlens, state_indices, buffer_indices,
         buffer_lens, parents, *_parts(buffer), z, weight, out, out_scales,
         kind, bound, eps, activation, scale, qk_l2norm, beta_logits, allow_neg_eigval,
-        null_index, backend,
+        max_seqlen, null_index, backend,
     )  # fmt: skip
 
 

@@ -470,8 +470,13 @@ def _look_for_kernels(mode: Mode, served: list[load.Call], gpu: Gpu | torch.devi
             mode.unbuilt = error.missing
     else:
         mode.unbuilt, command = load.unbuilt(mode.calls, gpu, served)
-        if mode.unbuilt:
-            mode.reason = f"its start compiles {len(mode.unbuilt)} kernels; {command}"
+        if not mode.unbuilt:
+            return
+        mode.reason = f"its start compiles {len(mode.unbuilt)} kernels; {command}"
+        try:
+            compile.check_can_build()
+        except UnsupportedProblem as error:
+            mode.leave(f"its start cannot compile {len(mode.unbuilt)} kernels: {error.message}")
 
 
 def _by_qk_head(model: Model) -> bool:
@@ -490,7 +495,7 @@ def _sglang(asked: Asked, model: Model) -> tuple[list[Mode], dict[str, int]]:
     sizes: dict[str, Any] = dict(H=H, HV=HV, K=K, V=V, gate=gate)
     if 0 < T <= MAX_DRAFT:
         rows = asked.requests + 1  # and the padding's
-        tokens = T if asked.tree else load.room(T)
+        tokens = T if asked.tree else load.room(T, model.state_dtype)
         buffer = KVBuffer.empty(rows, tokens, **sizes, num_layers=layers, device="meta")
         drafts = dict(states=model.state_bytes(rows * T), kvbuffer=buffer.nbytes)
         scratch = state.new_empty(2, T, HV, V, K)
@@ -560,7 +565,8 @@ def _vllm(asked: Asked, model: Model) -> tuple[list[Mode], dict[str, int]]:
     layer, left = _Layer(model, asked.drafts), too_many(asked.drafts)
     in_kvbuffer = compile.flag("GATED_DELTA_VLLM_KVBUFFER", False)
     layer.buffered = in_kvbuffer and asked.drafts > 0 and not left
-    layer.room = load.room(1 + asked.drafts) if layer.buffered else 0  # beside the prefix cache
+    room = load.room(1 + asked.drafts, model.state_dtype)
+    layer.room = room if layer.buffered else 0  # beside the prefix cache
     if compile.flag("GATED_DELTA_VLLM_RING", False):
         if asked.drafts:
             raise ValueError("expected --drafts 0 with GATED_DELTA_VLLM_RING=1")

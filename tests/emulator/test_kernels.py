@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import math
 from dataclasses import replace
 from unittest import mock
 
@@ -69,10 +70,7 @@ BUFFERED_CASES = [
 
 @pytest.mark.parametrize(
     "case",
-    [
-        *(case for op in ("decode", "verify", "flush") for case in sample(op, 6)),
-        *BUFFERED_CASES,
-    ],
+    [*(case for op in ("decode", "verify", "flush") for case in sample(op, 6)), *BUFFERED_CASES],
     ids=str,
 )
 def test_the_case_list_passes(case, kernels):
@@ -132,6 +130,36 @@ def test_verify_skips_a_row_without_room(kernels):
         assert relative_error(x[:1].double(), y) <= 3e-3
         assert torch.equal(x[1], was[1])
         assert torch.equal(x[0, :2], was[0, :2])
+
+
+def test_verify_leaves_out_tokens_past_max_seqlen(kernels):
+    """Two drafts in rows of four tokens, the second too long. The bits are those of whole calls."""
+    rng = torch.Generator().manual_seed(2)
+    normal = lambda *shape: torch.randn(1, 5, *shape, generator=rng)
+    tokens = {name: normal(1, 32).bfloat16() for name in "qkv"}
+    tokens |= dict(g=-normal(1).abs(), beta=normal(1).sigmoid())
+    pool, lens = torch.randn(2, 1, 32, 32, generator=rng), torch.tensor([2, 1])
+    results = []
+    with emulated(kernels):
+        for ends, kept in (((0, 2, 5), slice(0, 5)), ((0, 2, 4), slice(0, 4))):
+            rows = gd.KVBuffer(*(x.contiguous() for x in _rows_of_two()))
+            mine = {name: x[:, kept] for name, x in tokens.items()}
+            out = torch.full_like(mine["v"], math.nan)
+            call = dict(state=pool, buffer=rows, buffer_lens=lens, max_seqlen=2, out=out)
+            gd.verify(**mine, **call, cu_seqlens=torch.tensor(ends), backend="cute")
+            results.append((out, rows))
+    (o, rows), (whole, expected) = results
+    assert o[:, 4:].isnan().all()
+    assert torch.equal(o[:, :4], whole)
+    for x, y in zip(vars(rows).values(), vars(expected).values(), strict=True):
+        assert torch.equal(x, y)
+
+
+def _rows_of_two():
+    """u, k and log decays of two rows of four tokens, the same in every call."""
+    rng = torch.Generator().manual_seed(3)
+    u, k = (torch.randn(2, 4, 1, 32, generator=rng) for _ in range(2))
+    return u, torch.nn.functional.normalize(k, dim=-1), -torch.rand(2, 4, 1, generator=rng)
 
 
 @pytest.mark.parametrize("axis", FEW_HEADS)

@@ -49,7 +49,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_utils import commit_mamba_states_after_verify
 
 import gated_delta
-from gated_delta import preflight
+from gated_delta import api, preflight
 from gated_delta.gpus import H200
 from gated_delta.integrations import sglang as plugin
 from gated_delta.integrations.engine import load, releases, state_check
@@ -514,6 +514,9 @@ def test_accepted_drafts_stay_in_their_rows(layers, bound):
     ):
         with speculating(**kept | flags):
             assert kvbuffer.sizes(configurator)["T"] == 3
+    bf16 = mock.patch.object(kvbuffer, "state_dtype_of", return_value=torch.bfloat16)
+    with speculating(**kept), bf16:
+        assert kvbuffer.sizes(configurator)["T"] == 6
     with speculating(**kept):
         kvbuffer._replace(requests, configurator)
     caches, ring = requests.mamba_pool.mamba_cache, process.state.ring
@@ -546,7 +549,9 @@ def test_accepted_drafts_stay_in_their_rows(layers, bound):
                 retrieve_parent_token=None,
             )
             tokens = dict(q=x.q, k=x.k, v=x.v, a=a, b=b)
-            near(kernel(layers).target_verify(**tokens, **x.gates(), **options), o)
+            with mock.patch.object(api, "verify", wraps=api.verify) as verify:
+                near(kernel(layers).target_verify(**tokens, **x.gates(), **options), o)
+            assert verify.call_args.kwargs["max_seqlen"] == 3  # else kernels for 12 drafts run
             for n in range(2):
                 whole[layer, slots[n]] = after[n][accepted[n]]
                 if track[n] >= 0:
@@ -1105,6 +1110,61 @@ def test_triton_updates_lengths_as_torch(monkeypatch):
                 assert ours.tolist() == triton.tolist()
             assert both[0][0][0] == lens[0]
             assert tokens == 0 or N < 8 or (both[0][0] != lens).any()
+
+
+@pytest.mark.parametrize(
+    ("N", "held", "due"), [(1, False, False), (9, True, False), (9, True, True)]
+)
+def test_triton_commits_drafts_as_torch(N, held, due, monkeypatch):
+    """Counts, lengths and convolution windows beside vLLM's prefix cache. Guards lie around."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    engine = "gated_delta.integrations.engine"
+    kernels, lengths = map(
+        importlib.import_module, (f"{engine}.{x}" for x in ("ring_kernels", "ring_lengths"))
+    )
+    monkeypatch.setattr(kernels, "BLOCK", 8)
+    monkeypatch.setattr(kernels, "CHANNELS", 16)
+    met = set()
+    for seed in range(5):
+        torch.manual_seed(seed)
+        batch, block, columns, width, D = N + 2, 5, 4, 3, 20
+        rows = torch.randperm(batch)[:N]
+        starts = torch.tensor([0, *torch.randint(1, 5, (N,)).cumsum(0)], dtype=torch.int32)
+        before = torch.randint(0, 17, (batch,), dtype=torch.int32)
+        sampled = torch.randint(0, 7, (batch,), dtype=torch.int32)  # more than tokens, too
+        slots = 1 + torch.arange(N * columns).view(N, columns)[torch.randperm(N)]
+        table = torch.zeros(batch, columns, dtype=torch.int32)
+        table[rows] = slots.int()
+        running = (before[rows] + starts.diff() - 1) // block
+        running = running.clamp(max=columns - 1).long()
+        source = slots.gather(1, running[:, None].expand(-1, 3)).int()[:, 0]  # a column
+        windows = torch.randn(2, 1 + N * columns, width + 3, D)
+        both = []
+        for module in (lengths, kernels):
+            ring = SimpleNamespace(
+                lens=torch.full((40,), 77, dtype=torch.int32),
+                step_rows=torch.arange(N + 3) * 3,
+                step_lens=torch.arange(N + 3, dtype=torch.int32) * 5 % 13,
+                room=12,
+                due=torch.arange(N) % 3 == 0 if due else None,
+            )
+            after, moved = torch.full_like(before, 77), windows.clone()
+            moved = moved.mT.contiguous().mT if seed % 2 else moved  # vLLM has both layouts
+            given = rows, starts, before, after, sampled, ring if held else None
+            counts = module.accept(*given, block=block, columns=columns)
+            to = module.move_windows(moved, source, table, rows, counts, width=width)
+            both.append([*counts, to, moved, after[rows], ring.lens])
+        for ours, triton in zip(*both):
+            assert ours.dtype == triton.dtype
+            assert torch.equal(ours, triton)
+        accepted, boundary, _, _, folded, _, to, *_ = both[0]
+        met |= {"past a block"} if boundary.any() else set()
+        met |= {"stays"} if (folded == 0).any() else set()
+        met |= {"in place"} if ((to[1] == source) & (accepted > 1)).any() else set()
+        instead = module.accept(*given[:3], before, *given[4:], block=block, columns=columns)
+        assert torch.equal(before[rows], both[0][-2])  # before itself receives them
+        assert torch.equal(instead.accepted, accepted)
+    assert met >= {"past a block", "in place", *(["stays"] if held else [])}
 
 
 # ------------------------------------------------------------------------ the engine's own kernels

@@ -14,7 +14,7 @@ import torch
 import vllm_steps
 
 from gated_delta import problem
-from gated_delta.integrations.engine import state_check
+from gated_delta.integrations.engine import ring_lengths, state_check
 from gated_delta.integrations.vllm import checking, commit, kvbuffer, process
 
 COMMON = dict(max_num_seqs=6, max_num_batched_tokens=64)
@@ -176,13 +176,13 @@ def test_a_state_without_a_block_is_noticed(monkeypatch: pytest.MonkeyPatch) -> 
     """With GATED_DELTA_CHECK=1; without it flush drops such a state."""
     runner = vllm_steps.Runner(monkeypatch, 0, **COMMON | CASES["block"])
     monkeypatch.setattr(problem, "CHECK", True)
-    slots_of = commit.slots_of
+    move = ring_lengths.move_windows
 
-    def freed(m: Any, counts: Any) -> Any:
-        at_end, last = slots_of(m, counts)
-        return (at_end * 0, last) if (counts.boundary > 0).any() else (at_end, last)
+    def freed(*args: Any, **options: Any) -> Any:
+        at_end, last = move(*args, **options)
+        return at_end * 0, last
 
-    monkeypatch.setattr(commit, "slots_of", freed)
+    monkeypatch.setattr(ring_lengths, "move_windows", freed)
     with pytest.raises(RuntimeError, match=r"states 0 0: expected blocks .*, got none, in rows \["):
         runner.serve(10)
 
@@ -247,9 +247,10 @@ def test_what_a_step_commits(
 ) -> None:
     """The second of three sequences has drafts; blocks of 16 tokens, 4 columns."""
     others = [5, before, 7]
-    step = commit.Step(torch.tensor([1]), torch.tensor([lens]), torch.tensor(others), 16, 4)
+    before_step = torch.tensor(others)
+    rows, starts = torch.tensor([1]), torch.tensor([0, lens])
+    step = commit.Step(rows, starts, before_step, before_step.clone(), 16, 4)
     counts = step.accept(torch.tensor([1, sampled, 1]))
     columns = [column, boundary_column]
     assert [int(x) for x in counts] == [accepted, boundary, *columns, accepted, boundary]
-    assert step.after is not None
     assert (step.after + torch.tensor([0, sampled, 0])).tolist() == [5, before + accepted, 7]

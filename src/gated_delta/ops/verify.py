@@ -18,7 +18,7 @@ from ..kernels.arguments import (
 )
 from ..kernels.drafts.layout import Facts, Layout
 from ..problem import BUFFER, Checker, Problem
-from ..rows import buffered_rows
+from ..rows import buffered_rows, spans_of
 from .launch import (
     LARGE,
     MIB,
@@ -109,6 +109,7 @@ class Arguments(NamedTuple):
     qk_l2norm: bool
     beta_logits: bool
     allow_neg_eigval: bool
+    max_seqlen: int | None
     null_index: int
     backend: str
 
@@ -123,6 +124,7 @@ class Verify(StateOperation):
         check = Checker()
         check.tokens(a)
         check.draft_length(a.cu_seqlens is not None)
+        check.max_seqlen(a)
         dtype = check.state("state", a.state, "P HV V K").dtype
         check.index("state_indices", a.state_indices)
         check.one_each("state", "P", a.state_indices)
@@ -139,13 +141,16 @@ class Verify(StateOperation):
         check.out(a)
         check.writes(*self.written(a))
         check.vectors(a, a.state)
-        return check.problem("verify", a, dtype, min(T, C))
+        longest = T if a.max_seqlen is None else min(max(int(a.max_seqlen), 1), T)
+        return check.problem("verify", a, dtype, min(longest, C))
 
     def run_reference(self, a: Arguments) -> None:
         assert a.out is not None
+        _check_longest(a)
         quantised(a, reference.verify, **_states(a))
 
     def check_values(self, a: Arguments) -> None:
+        _check_longest(a)
         buffered_rows(tokens_of(a), **_states(a), folds=False)
         reference.check_scale(a.out_scales)
 
@@ -235,6 +240,14 @@ def _has_tree(problem: Problem) -> bool:
 def _states(a: Arguments) -> dict[str, Any]:
     names = ("state", "state_indices", "buffer_indices", "buffer_lens", "null_index", "parents")
     return dict(buffer=buffer_of(a), **{name: getattr(a, name) for name in names})
+
+
+def _check_longest(a: Arguments) -> None:
+    """Raises ValueError for a draft of more than max_seqlen tokens."""
+    longest = max(spans_of(a.q, a.cu_seqlens)[1], default=0)
+    if a.max_seqlen is not None and longest > a.max_seqlen:
+        most = f"at most max_seqlen={a.max_seqlen} tokens per sequence"
+        raise ValueError(f"cu_seqlens: expected {most}, got {longest}")
 
 
 def _token_tile(problem: Problem) -> int:

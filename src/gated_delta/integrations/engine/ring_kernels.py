@@ -1,11 +1,17 @@
 """`ring_lengths` on a GPU, one launch a call. Imported there alone: the engine brings Triton."""
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from gated_delta.integrations.engine.ring_lengths import Counts
+
 BLOCK = 256
+CHANNELS = 1024
+"""Of a convolution's window, by program."""
 
 
 def step(
@@ -34,6 +40,43 @@ def keep(
         last, slots, lens, step_rows, step_lens, folded, N, room, BLOCK
     )
     return folded
+
+
+def accept(
+    rows: Tensor,
+    starts: Tensor,
+    before: Tensor,
+    after: Tensor,
+    sampled: Tensor,
+    ring: Any,
+    *,
+    block: int,
+    columns: int,
+) -> Counts:
+    """As ring_lengths.accept."""
+    N = len(rows)
+    step = triton.cdiv(N, 4) * 4  # aligned to 16 bytes, so that one variant serves
+    counts = torch.empty(6, step, dtype=torch.int32, device=rows.device)
+    lens = (ring.lens, ring.step_rows, ring.step_lens) if ring else (starts, rows, starts)
+    due = ring.due.view(torch.int8) if ring and ring.due is not None else starts
+    flags = ring is not None, due is not starts
+    sizes = N, step, block, columns, ring.room if ring else 0
+    tensors = rows, starts, before, after, sampled, *lens, due, counts
+    _accept[triton.cdiv(N, BLOCK),](*tensors, *sizes, *flags, BLOCK)
+    return Counts(*counts[:, :N].unbind())
+
+
+def move_windows(
+    windows: Tensor, slots: Tensor, table: Tensor, rows: Tensor, counts: Counts, *, width: int
+) -> Tensor:
+    """As ring_lengths.move_windows."""
+    (L, _, _, D), N = windows.shape, len(rows)
+    to = torch.empty(2, N, dtype=torch.int32, device=rows.device)
+    tensors = windows, slots, table, rows, to, *counts[:4]
+    strides = *windows.stride(), slots.stride(0), table.stride(0)
+    channels = min(CHANNELS, triton.next_power_of_2(D))
+    _move_windows[N, L, triton.cdiv(D, channels)](*tensors, *strides, N, D, width, channels)
+    return to
 
 
 @triton.jit(do_not_specialize=["N", "tokens"])
@@ -88,3 +131,99 @@ def _ring_keep(
     full = count > room
     tl.store(folded + n, tl.where(full, count, 0), inside)
     tl.store(lens + row, tl.where(full, 0, count), real)
+
+
+@triton.jit(do_not_specialize=["N", "step", "block", "columns", "room"])
+def _accept(
+    rows,
+    starts,
+    before,
+    after,
+    sampled,
+    lens,
+    step_rows,
+    step_lens,
+    due,
+    counts,
+    N,
+    step,
+    block,
+    columns,
+    room,
+    RING: tl.constexpr,
+    DUE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = n < N
+    row = tl.load(rows + n, inside, other=0)
+    tokens = tl.load(starts + n + 1, inside, other=0) - tl.load(starts + n, inside, other=0)
+    start = tl.load(before + row, inside, other=0).to(tl.int32)
+    taken = tl.load(sampled + row, inside, other=0).to(tl.int32)
+    accepted = tl.minimum(tl.maximum(taken, 1), tokens)
+    end, column = start + accepted, start // block
+    to_end = (column + 1) * block - start
+    boundary = tl.where(to_end < accepted, to_end, 0)
+    last, folded, to_boundary = (end - 1) // block, accepted, boundary
+    if RING:
+        held = tl.load(step_lens + n, inside, other=0)
+        length = held + accepted
+        folds = (last != (start + tokens - 1) // block) | (boundary > 0) | (end % block == 0)
+        folds = folds | (length > room)
+        if DUE:
+            folds = folds | (tl.load(due + n, inside, other=0) != 0)
+        tl.store(lens + tl.load(step_rows + n, inside, other=0), tl.where(folds, 0, length), inside)
+        folded = tl.where(folds, length, 0)
+        to_boundary = tl.where(boundary > 0, held + boundary, 0)
+    tl.store(after + row, end - taken, inside)
+    tl.store(counts + n, accepted, inside)
+    tl.store(counts + step + n, boundary, inside)
+    tl.store(counts + 2 * step + n, tl.minimum(last, columns - 1), inside)
+    tl.store(counts + 3 * step + n, tl.minimum(column, columns - 1), inside)
+    tl.store(counts + 4 * step + n, folded, inside)
+    tl.store(counts + 5 * step + n, to_boundary, inside)
+
+
+@triton.jit(do_not_specialize=["N"])
+def _move_windows(
+    windows,
+    slots,
+    table,
+    rows,
+    to,
+    accepted_at,
+    boundary_at,
+    column_at,
+    boundary_column_at,
+    layer_stride,
+    slot_stride,
+    token_stride,
+    channel_stride,
+    slots_stride,
+    table_stride,
+    N,
+    D,
+    WIDTH: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    n, layer, part = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    accepted, boundary = tl.load(accepted_at + n), tl.load(boundary_at + n)
+    blocks = table + tl.load(rows + n).to(tl.int64) * table_stride
+    last = tl.load(blocks + tl.load(column_at + n))
+    at_end = tl.load(blocks + tl.load(boundary_column_at + n))
+    at_end = tl.where(boundary > 0, at_end, 0)
+    if (layer == 0) & (part == 0):
+        tl.store(to + n, at_end)
+        tl.store(to + N + n, last)
+    channel = part * CHANNELS + tl.arange(0, CHANNELS)
+    inside, passed = channel < D, channel < tl.where(boundary > 0, D, 0)
+    place = windows + layer * layer_stride + channel.to(tl.int64) * channel_stride
+    source = place + tl.load(slots + n * slots_stride).to(tl.int64) * slot_stride
+    place_of_last = place + last.to(tl.int64) * slot_stride
+    place_at_end = place + at_end.to(tl.int64) * slot_stride
+    # In this order: the last slot may be the source, whose tokens move towards its first.
+    for token in tl.static_range(WIDTH):
+        after = tl.load(source + (token + accepted - 1) * token_stride, inside)
+        at_boundary = tl.load(source + (token + boundary - 1) * token_stride, passed)
+        tl.store(place_of_last + token * token_stride, after, inside)
+        tl.store(place_at_end + token * token_stride, at_boundary, passed)

@@ -1,12 +1,29 @@
-"""A ring's lengths in PyTorch, on a CPU; `ring_kernels` has the same for a GPU."""
+"""A ring's lengths and where accepted drafts go, in PyTorch; `ring_kernels` is for a GPU."""
 
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class Counts(NamedTuple):
+    """Tokens of sequences that have verified drafts, and block columns: [n] int32 each.
+
+    boundary: accepted up to the end of the block, where they pass it; else 0. column: of the last
+    accepted token's block, boundary_column of the one that they pass. folded: of the row, the
+    accepted ones too, to the last state; 0 if they stay in the row. folded_to_boundary: to the
+    state at the block's end.
+    """
+
+    accepted: Tensor
+    boundary: Tensor
+    column: Tensor
+    boundary_column: Tensor
+    folded: Tensor
+    folded_to_boundary: Tensor
 
 
 def lengths_of(x: Tensor) -> Any:
@@ -59,3 +76,65 @@ def keep(
     full = count > room
     lens[step_rows[:N][real]] = torch.where(full, 0, count)[real]
     return count * full
+
+
+def accept(
+    rows: Tensor,
+    starts: Tensor,
+    before: Tensor,
+    after: Tensor,
+    sampled: Tensor,
+    ring: Any,
+    *,
+    block: int,
+    columns: int,
+) -> Counts:
+    """Counts the drafts that sequences accept beside a prefix cache.
+
+    rows: [n], the sequences in the batch. starts: [n+1], of their tokens. before, sampled: [batch],
+    tokens computed before, and sampled. after: [batch], as before, or before itself; it receives at
+    rows what has `sampled` tokens less than there are computed now. block: tokens of a block.
+    columns: of a block table. ring: with rows of lens, step_rows, step_lens, room and due (bool
+    [n], or None), in which accepted drafts stay; its lens are advanced. Rows of more tokens than
+    room, due ones, and those that end or leave a block are folded. None: all are.
+    """
+    n, lens, index = len(rows), starts.diff(), rows.long()
+    start, taken = before[index], sampled[index]
+    # A part of a prompt, of one token, runs as a decode and samples none.
+    accepted = torch.minimum(taken.clamp(min=1), lens)
+    end, column = start + accepted, start // block
+    to_end = (column + 1) * block - start
+    boundary = to_end * (to_end < accepted)
+    last, folded, to_boundary = (end - 1) // block, accepted, boundary
+    if ring is not None:
+        running = (start + lens - 1) // block
+        due = (last != running) | (boundary > 0) | (end % block == 0)
+        held = ring.step_lens[:n]
+        count = held + accepted
+        due |= count > ring.room
+        due = due if ring.due is None else due | ring.due
+        ring.lens[ring.step_rows[:n]] = (count * ~due).int()
+        folded, to_boundary = count * due, (held + boundary) * (boundary > 0)
+    after[index] = (end - taken).to(after.dtype)
+    last, column = (x.clamp(max=columns - 1) for x in (last, column))
+    return Counts(*(x.int() for x in (accepted, boundary, last, column, folded, to_boundary)))
+
+
+def move_windows(
+    windows: Tensor, slots: Tensor, table: Tensor, rows: Tensor, counts: Counts, *, width: int
+) -> Tensor:
+    """Moves convolution windows to where accepted tokens end. Returns [2, n] int32: the slots of
+    the states at the blocks' ends, 0 where no block is passed, and after the accepted tokens.
+
+    windows: [L, slots, tokens, D], L layers, any strides. slots: [n], where the step has run. The
+    window of `width` tokens that ends i tokens behind a slot's first one begins at token i. table:
+    [batch, columns], slots of blocks; 0 is nobody's. rows: [n], sequences of the table.
+    """
+    index = rows.long()
+    at_end = table[index, counts.boundary_column.long()] * (counts.boundary > 0)
+    to = torch.stack([at_end, table[index, counts.column.long()]]).int()
+    moved = torch.stack([counts.boundary, counts.accepted])
+    first = (moved - 1).clamp(min=0)[..., None] + torch.arange(width, device=windows.device)
+    sources = slots * (moved > 0)  # the window of slot 0 goes to itself
+    windows[:, to[..., None], torch.arange(width)] = windows[:, sources[..., None], first]
+    return to

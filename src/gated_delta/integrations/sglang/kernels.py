@@ -237,7 +237,8 @@ class Operations:
                     call |= ring.arguments(given["ssm_states"], N)
                 else:
                     call |= dict(parents=tree, buffer=scratch, buffer_indices=rows)
-                return self._applied(api.verify(**call), tokens[2], norm, given)
+                o = api.verify(**call, max_seqlen=given["cache_steps"])
+                return self._applied(o, tokens[2], norm, given)
             steps = dict(intermediate_states=scratch, intermediate_indices=rows)
             o = api.decode(**call, **steps, update_state=False)
             return self._applied(o, tokens[2], norm, given)

@@ -138,7 +138,7 @@ class Layer(NamedTuple):
     ) -> list[load.Call]:
         zero = pool["state_indices"]
         rows = dict(buffer=buffer, buffer_indices=zero)
-        verify = self._tokens(pool, drafts, packed=True) | rows
+        verify = self._tokens(pool, drafts, packed=True) | rows | dict(max_seqlen=drafts)
         flush = pool | rows | dict(num_accepted=zero)
         if buffer.u.shape[1] > drafts:  # accepted drafts stay in the row
             verify |= dict(buffer_lens=zero)

@@ -155,7 +155,8 @@ class Recurrence:
         cases = [("prefill", tokens, prefill), ("decode", 1, decode)]
         if self.buffered:
             kept = dict(buffer_indices=one, buffer_lens=one) if self.room else {}
-            cases.append(("verify", W, buffer | dict(cu_seqlens=cu_seqlens * W) | kept))
+            packed = dict(cu_seqlens=cu_seqlens * W, max_seqlen=W)
+            cases.append(("verify", W, buffer | packed | kept))
         elif self.num_spec:
             accepted = dict(num_accepted=one, cu_seqlens=cu_seqlens * W)
             cases.append(("decode", W, dict(state_indices=one.repeat(1, W)) | accepted))

@@ -7,7 +7,6 @@ layers.py imports it for them alone.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,9 +17,11 @@ from vllm.models.kimi_k3.nvidia.kda_metadata import (
 )
 from vllm.v1.attention.backend import AttentionCGSupport
 
-from gated_delta import problem
 from gated_delta.integrations.vllm import commit, kvbuffer
 from gated_delta.replaced import replaced
+
+ENDLESS = 1 << 30
+"""Tokens of a block that no sequence fills."""
 
 
 class Context:
@@ -46,32 +47,15 @@ class Context:
         so that vLLM, which adds the tokens sampled, finds the state. block_table and it: None
         without a prefix cache.
         """
-        builder, n, lens = self.builder, len(state_indices), query_start_loc.diff()
-        if request_indices is None:
-            rows = torch.arange(n, device=lens.device)
-        else:
-            rows = request_indices.long()
-        if block_table is None or num_computed_tokens is None or mamba_block_size is None:
-            # A part of a prompt, of one token, runs as a decode and samples none.
-            accepted = num_accepted_tokens[rows].clamp(min=1).minimum(lens)
-            folds = [(state_indices, accepted)]
-        else:
-            columns = block_table.shape[1]
-            step = commit.Step(rows, lens, num_computed_tokens, mamba_block_size, columns)
-            counts = step.accept(num_accepted_tokens)
-            plan: Any = SimpleNamespace(step=step, block_table=block_table, builder=builder)
-            boundary, last = commit.slots_of(plan, counts)
-            if problem.CHECK:
-                commit.check(plan, counts, boundary, last)
-            assert step.after is not None
-            num_computed_tokens.copy_(step.after)
-            # In this order: the last slot may be the sequence's own.
-            folds = [(boundary, counts.boundary), (last, counts.accepted)]
-        for windows in builder.windows:
-            width = windows.shape[2] - builder.num_spec
-            commit.move_windows(windows, width, state_indices, folds)
-        for slots, accepted in folds:
-            builder._flush(accepted, state_indices, write_indices=slots)
+        builder, slots, before = self.builder, state_indices, num_computed_tokens
+        rows = builder.order[: len(slots)] if request_indices is None else request_indices.long()
+        if block_table is None or before is None or mamba_block_size is None:
+            # As in one block that no sequence fills.
+            before, mamba_block_size = torch.zeros_like(num_accepted_tokens), ENDLESS
+            block_table = before.to(slots.dtype).index_copy(0, rows, slots)[:, None]
+        columns = block_table.shape[1]
+        step = commit.Step(rows, query_start_loc, before, before, mamba_block_size, columns)
+        builder.commit_step(step, num_accepted_tokens, slots, block_table)
 
 
 class Builder(kvbuffer.Builder, KimiK3KDAMetadataBuilder):

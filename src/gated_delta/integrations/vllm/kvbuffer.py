@@ -19,12 +19,13 @@ from torch import Tensor
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionBackend, GDNAttentionMetadataBuilder
-from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 
 from gated_delta import api, problem
 from gated_delta.compile import flag
 from gated_delta.integrations.engine import load, releases
+from gated_delta.integrations.engine.ring_lengths import lengths_of
 from gated_delta.integrations.vllm import commit, process
+from gated_delta.integrations.vllm.commit import Step
 from gated_delta.integrations.vllm.start import DEVICE
 from gated_delta.problem import MAX_BUFFER, KVBuffer, unique
 
@@ -47,6 +48,7 @@ class Builder(GDNAttentionMetadataBuilder):
         self.layers = [layers[name] for name in layer_names]
         self.step: Any = None
         self.rows = self.layers[0].rows
+        self.order = torch.arange(vllm_config.scheduler_config.max_num_seqs, device=device)
         if self.cached and self.rows:
             self.rows.block = kv_cache_spec.block_size
 
@@ -54,7 +56,7 @@ class Builder(GDNAttentionMetadataBuilder):
         metadata = super().build(common_prefix_len, common_attn_metadata, *a, **kw)
         if self.layers[0].buffered:
             block = self.kv_cache_spec.block_size if self.cached else None
-            metadata = commit.metadata(metadata, common_attn_metadata, block, self.rows)
+            metadata = commit.metadata(metadata, common_attn_metadata, block, self.order, self.rows)
         if self.rows:
             self.rows.step(metadata, common_attn_metadata.seq_lens)
         return self._keep(metadata)
@@ -127,18 +129,24 @@ class Builder(GDNAttentionMetadataBuilder):
             # A prompt's token, run as a decode, may sample none.
             self._flush(sampled.clamp(min=1), slots)
             return
-        counts = m.step.accept(sampled)
-        boundary, last = commit.slots_of(m, counts)
-        if problem.CHECK:
-            commit.check(m, counts, boundary, last)
-        for windows in self.windows:
-            width = windows.shape[2] - self.num_spec
-            moves = [(boundary, counts.boundary), (last, counts.accepted)]
-            commit.move_windows(windows, width, slots, moves)
         where = dict(buffer_indices=self.rows.step_rows[:n]) if self.rows else {}
+        self.commit_step(m.step, sampled, slots, m.block_table, **where)
+
+    def commit_step(
+        self, step: Step, sampled: Tensor, slots: Tensor, table: Tensor, **where: Tensor
+    ) -> None:
+        """Folds the drafts of n sequences, and moves their windows. slots: [n], where the step has
+        run. table: [batch, columns], slots of blocks. where: flush's buffer_indices."""
+        counts = step.accept(sampled)
+        for windows in self.windows:
+            sequences = slots, table, step.rows, counts
+            width = windows.shape[2] - self.num_spec
+            at_end, last = lengths_of(table).move_windows(windows, *sequences, width=width)
+        if problem.CHECK:
+            commit.check(self.layers[0].prefix, step, at_end, last)
         # In this order: the last slot may be the sequence's own.
-        self._flush(counts.folded_to_boundary, slots, write_indices=boundary, **where)
-        last = last.where(counts.folded >= 0, NULL_BLOCK_ID)
+        if step.columns > 1:
+            self._flush(counts.folded_to_boundary, slots, write_indices=at_end, **where)
         self._flush(counts.folded, slots, write_indices=last, **where)
 
 

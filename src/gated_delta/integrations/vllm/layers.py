@@ -90,7 +90,7 @@ class Core(Recurrence, abstract.MambaBase):
         needs = [] if self.drafts_stay else ["other layers than Kimi K3's"]
         needs += kvbuffer.rows_lack(vllm_config, cached=True)
         seldom = needs if self.buffered else [""]
-        self.room = 0 if seldom else load.room(1 + self.num_spec)
+        self.room = 0 if seldom else load.room(1 + self.num_spec, self.get_state_dtype()[1])
         refused = start.missing(self, start.small_pool(self), left)
         if refused and self.room:
             self.room, seldom = 0, [load.why(refused)]
@@ -293,7 +293,8 @@ class Core(Recurrence, abstract.MambaBase):
             if self.room:
                 lens, rows_of = self.rows.step_lens[:n], self.rows.step_rows[:n]
                 packed |= dict(buffer_indices=rows_of, buffer_lens=lens)
-            api.verify(**packed, state_indices=slots[:, 0], buffer=self.kvbuffer)
+            packed |= dict(buffer=self.kvbuffer, max_seqlen=1 + self.num_spec)
+            api.verify(**packed, state_indices=slots[:, 0])
         self._count("drafts")
 
     def _others(self, m: Any, rows: Sequence[Tensor], out: Tensor) -> None:

@@ -39,6 +39,11 @@ class Rows:
         self.noted: Any = None
         self.begin(None)
 
+    @property
+    def room(self) -> int:
+        """Tokens of a row that leave room for another verify."""
+        return self.capacity - self.drafts
+
     def admit(self, request: str, row: int) -> None:
         """Empties the row of a new request. One that goes on with more input keeps its row."""
         if row != self.live.get(request, row):
@@ -88,22 +93,11 @@ class Rows:
             self._fold(rows[self._to_device((~mask).nonzero().flatten())])
             rows = rows[m.step.rows]
         n, prompts = len(rows), torch.from_numpy(prompts)[mask]
-        self.step_rows[:n].copy_(rows)
-        torch.index_select(self.lens, 0, rows, out=self.step_lens[:n])
+        step = self.step_rows, self.step_lens
+        lengths_of(rows).step(
+            rows, m.spec_query_start_loc[1 : n + 1], None, self.lens, *step, tokens=0
+        )
         self.due = self._to_device(prompts) if prompts.any() else None
-
-    def keep(self, accepted: Tensor, due: Tensor) -> Tensor:
-        """Adds accepted drafts to the rows. Returns [n] int32, the tokens to fold where rows are
-        due, or lack room for another verify; -1 elsewhere.
-
-        accepted: [n], of the verify that `step` has seen last. due: [n] bool.
-        """
-        n = len(accepted)
-        lens = self.step_lens[:n] + accepted
-        due = due | (lens > self.capacity - self.drafts)
-        due = due if self.due is None else due | self.due
-        self.lens.index_copy_(0, self.step_rows[:n], lens.masked_fill(due, 0).int())
-        return lens.masked_fill(~due, -1).int()
 
     def _to_device(self, x: Tensor) -> Tensor:
         return async_tensor_h2d(x, device=self.lens.device)

@@ -108,7 +108,7 @@ def _capacity(configurator: Any, drafts: int, tree: bool) -> int:
     if missing := next((rule for rule, held in kept.items() if not held), ""):
         process.LOG.info("gated_delta folds drafts after every verify; seldom needs %s", missing)
         return drafts
-    return load.room(drafts)
+    return load.room(drafts, state_dtype_of(configurator))
 
 
 def layer_of(configurator: Any) -> Layer | None:
@@ -134,9 +134,13 @@ def rows_of(configurator: Any, layer: Layer, tokens: int) -> dict[str, Any]:
 
 def state_of(configurator: Any, layer: Layer) -> Tensor:
     """A pool of one slot."""
-    dtype = configurator.mambaish_config.mamba2_cache_params.dtype.temporal
-    size = 1, layer.HV, layer.V, layer.K
+    size, dtype = (1, layer.HV, layer.V, layer.K), state_dtype_of(configurator)
     return torch.zeros(size, dtype=dtype, device=configurator.device)
+
+
+def state_dtype_of(configurator: Any) -> torch.dtype:
+    dtype: torch.dtype = configurator.mambaish_config.mamba2_cache_params.dtype.temporal
+    return dtype
 
 
 def requests_of(configurator: Any) -> int | None:
