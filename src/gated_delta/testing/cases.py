@@ -431,7 +431,7 @@ def cases_like(problem: Problem, drafts: Problem | None = None) -> tuple[AnyCase
         families = zip(PROMPTS, ("typical", "slow"), strict=True)
         return tuple(replace(case, lengths=x, family=y) for x, y in families)
     if case.packed:
-        longest = problem.T if op == "verify" and problem.T else MAX_DRAFT
+        longest = problem.T if problem.op == "verify" and problem.T else MAX_DRAFT
         case = replace(case, lengths=(1, longest, 0, min(3, longest)))
     null_index = 0 if case.uses("state_indices") else -1
     return tuple(
