@@ -96,12 +96,11 @@ def table(samples: list[dict[str, Any]]) -> Iterator[str]:
         return
     yield f"{samples[0]['cell']}: " + ", ".join(x["side"] for x in samples)
     rows = {name: [x[name] for x in samples] for name in ("step_ms", "tpot_ms", "tokens_a_step")}
-    rows |= {
-        kind: [x["kernels_us"].get(kind, 0) for x in samples]
-        for kind in (*serve.KINDS, serve.HEAD, "all")
-    }
+    heads = [serve.HEAD] * any(serve.HEAD in x["kernels_us"] for x in samples)
+    kinds = (*serve.KINDS, *heads, "all")
+    rows |= {kind: [x["kernels_us"].get(kind, 0) for x in samples] for kind in kinds}
     for name, row in rows.items():
-        if any(row):
+        if any(row) or name == serve.HEAD:  # none of a head would be a profile without its graphs
             yield f"  {name:14s}" + "".join(f"{x:12.2f}" for x in row)
 
 
