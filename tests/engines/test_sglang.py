@@ -1650,6 +1650,7 @@ def kda(request, tmp_path_factory):
     from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextForgetGate
 
     torch.manual_seed(0)
+    D = 32 if request.param == "kimi_linear" else 16  # verify on a GPU takes 32; Ling's is MLA's
     layers = dict(
         num_hidden_layers=4,
         layer_types=["linear_attention"] * 3 + ["full_attention"],
@@ -1672,7 +1673,7 @@ def kda(request, tmp_path_factory):
     rest = dict(
         rms_norm_eps=1e-6 if request.param == "ling" else 1e-5,
         linear_num_heads=2,
-        linear_head_dim=16,
+        linear_head_dim=D,
         num_local_experts=4,
         num_experts_per_tok=2,
         n_group=1,
@@ -1715,7 +1716,7 @@ def kda(request, tmp_path_factory):
         kda_layers=[1, 2, 3],
         full_attn_layers=[4],
         num_heads=2,
-        head_dim=16,
+        head_dim=D,
         short_conv_kernel_size=4,
     )
     config = json.loads((result / "config.json").read_text()) | dict(
@@ -1991,16 +1992,40 @@ def unused_norm(model):
     return "prefill_norm" if model.name == "ling" else ()
 
 
+@pytest.mark.parametrize("kda", ["ling"], indirect=True)
 def test_engine_with_kda_layers(kda, tmp_path):
     model, tokens = kda
     engine = dict(mamba_radix_cache_strategy="no_buffer", enable_fp32_lm_head=True)
     run = Run(model, tmp_path, OURS | engine)
     run.looked_for_what_it_needs(unused_norm(model))
     assert run.tokens(0) == run.tokens(1) == [one[:NEW] for one in tokens]
-    prefill = PREFILL.replace(" and norm", "") if unused_norm(model) else PREFILL
-    routes = {"GDN decode and norm on backend reference", prefill}
-    assert run.ran.keys() == {route.replace("GDN", "KDA") for route in routes}
+    assert run.ran.keys() == {
+        "KDA decode and norm on backend reference",
+        "KDA prefill on backend reference",
+    }
     assert run.convolved() == {"split"}
+
+
+@needs_cxx
+@pytest.mark.parametrize("kda", ["kimi_linear"], indirect=True)
+def test_engine_with_drafts_of_kda_layers(kda, tmp_path):
+    """In a KVBuffer: SGLang commits drafts from its own states on a GPU alone. Two cannot fork."""
+    model, tokens = kda
+    lines = dict(
+        linear_attn_verify_backend="gated_delta",
+        speculative_algorithm="NGRAM",
+        speculative_num_draft_tokens=2,
+        speculative_ngram_max_bfs_breadth=1,
+    )
+    engine = OURS | RING | lines | dict(enable_fp32_lm_head=True)
+    run = Run(model, tmp_path, engine, dict(GATED_DELTA_SGLANG_KVBUFFER="1"))
+    assert run.tokens(0) == run.tokens(1) == [one[:NEW] for one in tokens]
+    assert run.cached(1)[1] >= 128
+    assert run.ran.keys() == {
+        "KDA verify and norm on backend reference",
+        "KDA prefill and norm on backend reference",
+    }
+    run.looked_for_what_it_needs(unused="decode ")
 
 
 def test_engine_convolves_whole_rows(qwen3_next, tmp_path):
