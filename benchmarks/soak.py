@@ -247,7 +247,7 @@ def watch() -> None:
     from gated_delta.integrations.engine import state_check
     from gated_delta.integrations.sglang.records import decode_ring
 
-    decode_ring.FROM_HEADS |= dict.fromkeys(decode_ring.FROM_HEADS, RING_FROM * HEADS)
+    decode_ring.heads_of = lambda configurator, layer: RING_FROM * layer.HV
     state_check.SAMPLE = SAMPLE
 
 
@@ -271,8 +271,8 @@ def process(name: str, job: dict[str, Any], log: Path) -> Process:
     side, engine = SIDES[name], job["engine"]
     env = dict(GATED_DELTA_VLLM=str(int(side.ours)))
     env |= dict(VLLM_TRITON_FORCE_FIRST_CONFIG="1")  # vLLM's; tuning takes a minute and more
-    if side.records:
-        env[f"GATED_DELTA_{engine.upper()}_{side.records}"] = "1"
+    for records in ("RING", "KVBUFFER"):
+        env[f"GATED_DELTA_{engine.upper()}_{records}"] = str(int(records == side.records))
     if job["check"]:
         env |= dict(GATED_DELTA_CHECK="1")
     if side.cache:  # the engine's own switch: every few steps it retracts requests
