@@ -145,9 +145,10 @@ def prefill_path(path, sms=None):
     """Every prefill in the block takes a path: a kind of schedule, or a number of segments.
 
     A call that has no kernels for it takes tiles. On 3 SMs persistent CTAs scan several heads, and
-    prepare's CTAs take all value heads of a k head.
+    prepare's CTAs take all value heads of a k head. Transitions of four segments are halved.
     """
     schedule = scheduled_by("segments", path) if isinstance(path, int) else scheduled_by(path)
+    schedule = schedule._replace(halved=path == 4)
     if sms is None and (path in PERSISTENT or path == 4):
         sms = 3
     return scheduled(schedule, scheduled_by("tiles"), sms=sms)
@@ -169,7 +170,9 @@ def scheduled(*schedules, sms=None):
         gpu = gpu._replace(sms=sms or gpu.sms)
         for schedule in schedules:
             if schedule.kind.supports(problem, sequences, gpu):
-                return host.plan_of(schedule, problem, sequences, gpu)
+                halved = schedule.halved and schedule.kind.can_halve(problem, gpu)
+                taken = schedule._replace(halved=halved)
+                return host.plan_of(taken, problem, sequences, gpu)
         raise AssertionError(f"no kernels for {problem.label} by {schedules}")
 
     with mock.patch.object(PREFILL, "plan", plan), mock.patch.object(PREFILL, "calls", CallCache()):
