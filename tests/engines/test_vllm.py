@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import json
@@ -42,6 +43,9 @@ PROMPTS = [
 ONE_TOKEN = list(b"g")
 STEPS = 24
 NGRAM = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=4, prompt_lookup_min=1)
+
+
+CHECKPOINTS = "num_prefill_checkpoint_blocks", "prefill_checkpoint_alignment"
 
 
 class Run(NamedTuple):
@@ -1092,6 +1096,10 @@ class Other(KimiK3KDAAttentionBackend):
         (dict(backend=KimiK3KDAAttentionBackend), "VLLM_USE_V2_MODEL_RUNNER=1 for Kimi K3"),
         (dict(use_ubatching=True), "no --enable-dbo, no --ubatch-size"),
         (dict(left=dict(decode="more than 15 draft tokens")), None),  # vLLM's states stay
+        (dict(asked=False), None),  # 16 value heads
+        (dict(asked=False, max_num_seqs=256), ""),
+        (dict(asked=False, max_num_seqs=256, pipeline_parallel_size=2), None),
+        (dict(asked=False, max_num_seqs=256, refused=dict(flush="K=96")), None),
         (RING, ""),
         (RING | dict(mamba_cache_mode="align", kv_transfer_config=CONNECTOR), ""),
         (RING | dict(use_v2_model_runner=False), "VLLM_USE_V2_MODEL_RUNNER=1"),
@@ -1146,7 +1154,8 @@ def test_what_a_kvbuffer_needs(
     if case["version"]:
         monkeypatch.setattr(vllm_kvbuffer.vllm, "__version__", case["version"])
         monkeypatch.setattr(releases, "source", lambda *_: "")
-    monkeypatch.setenv(switch, "1")
+    if case.get("asked", True):
+        monkeypatch.setenv(switch, "1")
     monkeypatch.setattr(vllm_layers, "get_current_vllm_config", lambda: config)
     monkeypatch.setattr(vllm_layers.start, "left_to_vllm", lambda *_: case["left"])
     monkeypatch.setattr(vllm_layers.start, "missing", lambda *_: case["refused"])
@@ -1168,6 +1177,20 @@ def test_what_a_kvbuffer_needs(
         rows = ["rows"] * (case["ring"] or case["mamba_cache_mode"] == "align")
         assert hooked == ([] if case["ring"] else runner) * in_kvbuffer + rows * in_kvbuffer
         assert layer.room == (16 if rows and in_kvbuffer and not case["ring"] else 0)
+        if not layer.buffered:
+            return
+        # The prefix cache does not fit: that ends the start only if a buffer was asked for.
+        monkeypatch.setattr(vllm_kvbuffer, "cache_lacks", lambda *_: ["--block-size 4 or more"])
+        monkeypatch.setattr(vllm_layers.process, "layers", [layer])
+        fields = "num_speculative_blocks", "block_size", *CHECKPOINTS
+        spec = dataclasses.make_dataclass("Spec", fields)(3, 3, 0, None)
+        monkeypatch.setattr(base, "get_kv_cache_spec", lambda *_: spec)
+        if case.get("asked", True):
+            with pytest.raises(RuntimeError, match=r"layers\.0 needs --block-size 4 or more"):
+                layer.get_kv_cache_spec(config)
+        else:
+            assert layer.get_kv_cache_spec(config).num_speculative_blocks == 3
+            assert (layer.get_attn_backend(), layer.room) == (case["backend"], 0)
 
 
 def test_the_length_of_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:

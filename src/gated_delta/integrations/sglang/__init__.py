@@ -40,7 +40,7 @@ def register() -> None:
     their resolution. A second call does nothing.
     """
     # First: the engine logs an error in it, and the flags do not get their choice.
-    in_kvbuffer = flag("GATED_DELTA_SGLANG_KVBUFFER", False)
+    in_kvbuffer = flag(process.DRAFTS, True)
     in_ring = flag("GATED_DELTA_SGLANG_RING", False)
     from sglang.srt.arg_groups import choices
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType

@@ -25,6 +25,7 @@ FLAGS = dict(
     prefill="linear_attn_prefill_backend",
     verify="linear_attn_verify_backend",
 )
+DRAFTS = "GATED_DELTA_SGLANG_KVBUFFER"
 CHUNK = 64
 """A prefill keeps states for the prefix cache after multiples of so many tokens."""
 RING_NEEDS = "a ring in SGLang (GATED_DELTA_SGLANG_RING=0 turns it off) needs"

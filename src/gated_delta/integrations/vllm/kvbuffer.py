@@ -1,15 +1,17 @@
 """KVBuffers in vLLM: of drafts, or of the ring, the tokens that decode has not folded yet.
 
-GATED_DELTA_VLLM_KVBUFFER=1: `verify` fills a buffer with drafts, `flush` folds the accepted ones
-after sampling. By default vLLM keeps a block with a whole state for each draft token of each
-request. GATED_DELTA_VLLM_RING=1: decode with a buffer, in rows of requests (ring.py). Imports vLLM;
-layers.py imports it.
+`verify` fills a buffer with drafts, `flush` folds the accepted ones after sampling. vLLM keeps a
+block with a whole state for each draft token of each request; so it does here where a buffer cannot
+be or gains little, and with GATED_DELTA_VLLM_KVBUFFER=0. With 1 the start fails where it cannot be,
+and batches may be small. GATED_DELTA_VLLM_RING=1: decode with a buffer, in rows of requests
+(ring.py). Imports vLLM; layers.py imports it.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -156,6 +158,18 @@ class Backend(GDNAttentionBackend):
         return Builder
 
 
+def asked() -> bool:
+    """Whether the environment, and not the default, decides on drafts."""
+    return DRAFTS in os.environ
+
+
+def takes_drafts(layer: Any) -> bool:
+    """Whether a layer's drafts go to a KVBuffer; by default if the largest batch gains."""
+    requests, (_, HV, _, _) = layer.vllm_config.scheduler_config.max_num_seqs, layer.sizes
+    family, states = "KDA" if layer.channels else "GDN", layer.get_state_dtype()[1]
+    return flag(DRAFTS, load.pays(family, states, requests * HV))
+
+
 def _stacked(tensors: Sequence[Tensor]) -> Tensor | None:
     """[L, ...] over L tensors that lie evenly in one storage; None if they do not."""
     first = tensors[0]
@@ -223,8 +237,8 @@ def rows_lack(vllm_config: Any, cached: bool = False) -> list[str]:
     return [needed for needed, lacking in missing.items() if lacking]
 
 
-def refuse_cache(layer: Any, vllm_config: Any, block: int) -> None:
-    """Raises RuntimeError if drafts in a KVBuffer do not fit vLLM's prefix cache.
+def cache_lacks(layer: Any, vllm_config: Any, block: int) -> list[str]:
+    """What vLLM's prefix cache lacks for drafts in a KVBuffer.
 
     block: tokens of a block. vLLM counts a request's accepted drafts once, for all of its states.
     """
@@ -236,9 +250,9 @@ def refuse_cache(layer: Any, vllm_config: Any, block: int) -> None:
         f"--block-size {drafts} or more, got {block}": block < drafts,
     }
     needed = [need for need, lacking in missing.items() if lacking]
-    if needed and vllm_config.cache_config.mamba_cache_mode != "none":
-        needs = f"--no-enable-prefix-caching, or {'; '.join(needed)}"
-        raise RuntimeError(f"{DRAFTS}=1: {layer.prefix} needs {needs}")
+    if not needed or vllm_config.cache_config.mamba_cache_mode == "none":
+        return []
+    return [f"--no-enable-prefix-caching, or {'; '.join(needed)}"]
 
 
 def ring_tokens(vllm_config: Any) -> int:
