@@ -622,6 +622,21 @@ def test_the_pool_keeps_its_scratch_without_a_kvbuffer(monkeypatch, caplog):
     assert "tensors on a CUDA device, got cpu" in caplog.text
 
 
+def test_another_release_gets_no_hooks_for_drafts(monkeypatch):
+    """Nobody has asked for them, and it may lack what they hook into."""
+    from sglang.srt.arg_groups import choices
+
+    monkeypatch.delenv(process.DRAFTS, raising=False)
+    hooked = []
+    monkeypatch.setattr(HookRegistry, "register", lambda target, *_: hooked.append(target))
+    for refusal in ("0.9.0", None):
+        monkeypatch.setattr(choices, "LINEAR_ATTN_KERNEL_BACKEND_CHOICES", ["triton"])
+        monkeypatch.setattr(process, "refusal", lambda refusal=refusal: refusal)
+        hooked.clear()
+        plugin.register()
+        assert (kvbuffer.COMMIT in hooked) == (refusal is None)
+
+
 def test_by_default_large_batches_drafts_are_in_a_kvbuffer(monkeypatch, caplog):
     """With fewer value heads, and always with 16-bit states of KDA, states stay."""
     monkeypatch.delenv(process.DRAFTS, raising=False)
@@ -640,6 +655,12 @@ def test_by_default_large_batches_drafts_are_in_a_kvbuffer(monkeypatch, caplog):
             assert ("gains little" in caplog.text) == (found is None)
     with speculating(kvbuffer=None, max_running_requests=9999):
         assert kvbuffer.sizes(Configurator("KDA", torch.bfloat16)) is None
+    # A pack without its kernels ends the start only if a buffer was asked for.
+    monkeypatch.setattr(load, "unbuildable", lambda *_: "2 more kernels")
+    for asked in (None, "1"):
+        with speculating(kvbuffer=asked, max_running_requests=9999):
+            assert (kvbuffer.sizes(Configurator("GDN")) is None) == (asked is None)
+    assert "a KVBuffer needs 2 more kernels" in caplog.text
 
 
 def test_memory_for_drafts_is_reserved_as_they_take_it():

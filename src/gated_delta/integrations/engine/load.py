@@ -87,6 +87,14 @@ def unbuilt(
     return tuple(labels), dispatch.how_to_build(needed([*calls, *others], gpu), gpu)
 
 
+def unbuildable(calls: Sequence[Call], device: torch.device | Gpu) -> str:
+    """The command that builds kernels which these calls lack here, and `load` would miss; or ""."""
+    if compile.may_compile() and compile.installed(compile.COMPILER):
+        return ""
+    missing, command = unbuilt(calls, device, ())
+    return f"{len(missing)} more kernels: {command}" if missing else ""
+
+
 def load(calls: Sequence[Call], device: torch.device | Gpu, others: Sequence[Call] = ()) -> None:
     """Loads every kernel that such calls launch, for any number of sequences; compiles missing
     ones.

@@ -64,7 +64,7 @@ def register() -> None:
         _allow_ring,
         HookType.AROUND,
     )
-    if in_kvbuffer:
+    if in_kvbuffer and not process.refusal():
         kvbuffer.register()
     if in_ring:
         decode_ring.register()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -32,6 +33,8 @@ from gated_delta.integrations.vllm.start import DEVICE
 from gated_delta.problem import MAX_BUFFER, KVBuffer, unique
 
 DRAFTS, RING = "GATED_DELTA_VLLM_KVBUFFER", "GATED_DELTA_VLLM_RING"
+MOST = 16
+"""A buffer by default takes at most this part of a GPU's memory."""
 KIMI_K3 = "KIMI_K3_KDA"
 """vLLM's name of its attention backend for Kimi K3's layers."""
 
@@ -163,6 +166,12 @@ def asked() -> bool:
     return DRAFTS in os.environ
 
 
+def of(vllm_config: Any) -> list[Any]:
+    """An engine's layers whose drafts go to a KVBuffer."""
+    layers = vllm_config.compilation_config.static_forward_context.values()
+    return [x for x in layers if getattr(x, "buffered", False)]
+
+
 def takes_drafts(layer: Any) -> bool:
     """Whether a layer's drafts go to a KVBuffer; by default if the largest batch gains."""
     requests, (_, HV, _, _) = layer.vllm_config.scheduler_config.max_num_seqs, layer.sizes
@@ -253,6 +262,24 @@ def cache_lacks(layer: Any, vllm_config: Any, block: int) -> list[str]:
     if not needed or vllm_config.cache_config.mamba_cache_mode == "none":
         return []
     return [f"--no-enable-prefix-caching, or {'; '.join(needed)}"]
+
+
+def default_lacks(layer: Any, page: int) -> list[str]:
+    """What a buffer that nobody asked for lacks beside vLLM's cache, so that no start fails for it.
+
+    page: bytes of a block.
+    """
+    if asked() or DEVICE == "cpu":
+        return []
+    config, room = layer.vllm_config, torch.cuda.mem_get_info()[1] // MOST
+    requests = config.scheduler_config.max_num_seqs
+    taken = sum(x.buffer(requests, "meta").nbytes for x in of(config))
+    windows, dtype = layer.get_state_shape()[0], layer.get_state_dtype()[0]
+    missing = {
+        f"--max-num-seqs {requests * room // taken} or less": taken > room,
+        "states at multiples of 16 bytes": (page | math.prod(windows) * dtype.itemsize) % 16 > 0,
+    }
+    return [needed for needed, lacking in missing.items() if lacking]
 
 
 def ring_tokens(vllm_config: Any) -> int:

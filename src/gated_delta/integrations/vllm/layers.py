@@ -96,7 +96,8 @@ class Core(Recurrence, abstract.MambaBase):
             refused = start.missing(self, start.small_pool(self), left)
         self._refuse(refused | left)
         if self.buffered and not kvbuffer.asked():
-            self._leave_drafts(kvbuffer.lacks(self, super().get_attn_backend(), vllm_config))
+            lacks = kvbuffer.lacks(self, super().get_attn_backend(), vllm_config)
+            self._leave_drafts(lacks or start.unbuildable(self))
         process.layers.add(self)
         where = "decode: {}; prefill: {}".format(*process.routes(self))
         process.logger().info_once(
@@ -178,12 +179,13 @@ class Core(Recurrence, abstract.MambaBase):
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
         spec = super().get_kv_cache_spec(vllm_config)
-        if self.buffered and (lacks := kvbuffer.cache_lacks(self, vllm_config, spec.block_size)):
-            if kvbuffer.asked():
+        if self.buffered:
+            lacks = kvbuffer.cache_lacks(self, vllm_config, spec.block_size)
+            if kvbuffer.asked() and lacks:
                 needs = "; ".join(lacks)
                 raise RuntimeError(f"{kvbuffer.DRAFTS}=1: {self.prefix} needs {needs}")
-            for layer in process.in_order():  # the first one's spec decides
-                layer._leave_drafts(lacks)
+            for layer in kvbuffer.of(vllm_config):  # the first one's spec decides
+                layer._leave_drafts(lacks or kvbuffer.default_lacks(self, spec.page_size_bytes))
         if self.buffered:
             spec = replace(spec, num_speculative_blocks=0)
         if "prefill" in self.refused:

@@ -89,6 +89,8 @@ def sizes(configurator: Any) -> dict[str, Any] | None:
             )["verify"]
             refused = load.refused(calls) or card_check.failing(calls, process.LOG)
             missing = load.why(refused)
+            if not missing and process.DRAFTS not in os.environ:  # a default ends no start
+                missing = load.unbuildable(calls, torch.device(configurator.device))
             if not missing:
                 layer_ids = configurator._get_mamba_layer_ids_for_req_pool()
                 return arguments | dict(num_layers=len(layer_ids))
