@@ -90,10 +90,10 @@ SWITCHES = {
     "GATED_DELTA_JIT": True,
     "GATED_DELTA_CHECK": False,
     "GATED_DELTA_VLLM": False,
-    "GATED_DELTA_SGLANG_KVBUFFER": False,
+    "GATED_DELTA_SGLANG_KVBUFFER": True,
     "GATED_DELTA_SGLANG_RING": False,
     "GATED_DELTA_SGLANG_QUANTISE": False,
-    "GATED_DELTA_VLLM_KVBUFFER": False,
+    "GATED_DELTA_VLLM_KVBUFFER": True,
     "GATED_DELTA_VLLM_RING": False,
 }
 """Environment variables with values 0 and 1, and their defaults."""
