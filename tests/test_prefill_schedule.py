@@ -188,9 +188,7 @@ def test_packed_tokens_lie_on_a_grid_whatever_max_seqlen_says():
         (GDN, (4, 8), (1023,), {}, False),  # tiles
     ],
 )
-def test_transitions_are_halved_where_ctas_run_at_once(
-    axis, heads, lengths, changes, halved
-):
+def test_transitions_are_halved_where_ctas_run_at_once(axis, heads, lengths, changes, halved):
     options = ("deterministic",) if "grid" in changes else ()
     schedule = planned(axis, heads, lengths, *options, **changes)
     assert schedule.halved == halved
