@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gated_delta.integrations.engine.ring_lengths import Counts
+from gated_delta.integrations.engine.counts import Counts
 
 BLOCK = 256
 CHANNELS = 1024

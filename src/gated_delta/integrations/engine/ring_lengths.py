@@ -3,27 +3,12 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-
-class Counts(NamedTuple):
-    """Tokens of sequences that have verified drafts, and block columns: [n] int32 each.
-
-    boundary: accepted up to the end of the block, where they pass it; else 0. column: of the last
-    accepted token's block, boundary_column of the one that they pass. folded: of the row, the
-    accepted ones too, to the last state; 0 if they stay in the row. folded_to_boundary: to the
-    state at the block's end.
-    """
-
-    accepted: Tensor
-    boundary: Tensor
-    column: Tensor
-    boundary_column: Tensor
-    folded: Tensor
-    folded_to_boundary: Tensor
+from gated_delta.integrations.engine.counts import Counts
 
 
 def lengths_of(x: Tensor) -> Any:

@@ -24,7 +24,8 @@ from vllm.v1.attention.backends.recoverssm_metadata import (
 )
 from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 
-from gated_delta.integrations.engine.ring_lengths import Counts, lengths_of
+from gated_delta.integrations.engine.counts import Counts
+from gated_delta.integrations.engine.ring_lengths import lengths_of
 from gated_delta.integrations.vllm import process
 from gated_delta.integrations.vllm.ring import Rows
 
