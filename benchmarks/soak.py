@@ -177,7 +177,7 @@ def vllm_options(kind: str, side: Side, check: bool) -> dict[str, Any]:
     options |= dict(gpu_memory_utilization=0.1, enable_prefix_caching=side.cache)
     options |= dict(enforce_eager=True) if check else graphs
     if side.cache:  # room for a dozen requests; what decode fills is cached too
-        size = dict(gdn=8, kda=20)[kind] << 20
+        size = dict(gdn=10, kda=24)[kind] << 20
         options |= dict(kv_cache_memory_bytes=size, prefix_cache_retention_interval=None)
     else:
         options |= dict(kv_cache_memory_bytes=1 << 30)
@@ -293,17 +293,19 @@ def workload(part: int, kind: str, number: int, known: dict[str, list[int]]) -> 
         start = rng.randrange(len(source) - most)
         return source[start : start + most]
 
-    documents, texts = [piece(450) for _ in range(max(3, number // 25))], list(known.values())
+    documents, texts = [piece(450) for _ in range(max(3, number // 40))], list(known.values())
     requests = []
     for n in range(number):
         if texts and n % 2:
-            text = rng.choice(texts)
+            text = rng.choice(texts[-64:] if n < 64 else texts)
             prompt = text[: rng.choice((len(text), rng.randrange(len(text)) + 1))][:1200]
         elif rng.random() < 0.2:
             prompt = piece(1)  # engines pad these with drafts
         elif rng.random() < 0.7:
             cut = 64 * rng.randrange(1, 7) + rng.choice((0, 0, 1, 17, 63))
-            prompt = rng.choice(documents)[:cut] + piece(rng.choice((0, 1, 5, 40, 90)))
+            now = n * len(documents) // number  # caches are small: a document has its time
+            document = documents[now] if rng.random() < 0.8 else rng.choice(documents)
+            prompt = document[:cut] + piece(rng.choice((0, 1, 5, 40, 90)))
         else:
             prompt = piece(rng.randrange(1, 400))
         prompt = prompt or piece(1)
@@ -324,7 +326,7 @@ def judged(
     """Counts the answers that equal the truth's, and those that part from it at a tie.
 
     requests: by name. aborted: answers that our abort ended, right so far. wrong: the others, each
-    with its prompt's length, and the gap where it parts or how it ends.
+    with its prompt's length, and by how much it parts or how it ends.
     """
     counts, gap, wrong = dict.fromkeys(("equal", "ties", "aborted"), 0), 0.0, {}
     names = truth.keys() & other.keys()
@@ -334,10 +336,10 @@ def judged(
         parted = compared([[own[:n], top[:n]]], [[tokens[:n], []]])["parted"]
         prompt, new = len(requests[name].prompt), requests[name].new
         if len(tokens) != new if end == WHOLE else end != ABORTED:
-            wrong[name] = f"prompt of {prompt}, ends after {len(tokens)} of {new} tokens: {end}"
+            wrong[name] = prompt, f"ends after {len(tokens)} of {new} tokens: {end}"
         elif parted and (parted[0] is None or parted[0] > tie):
-            gap_text = "none" if parted[0] is None else f"{parted[0]:.3f}"
-            wrong[name] = f"prompt of {prompt}, parts by {gap_text}"
+            best = "a token not among the best" if parted[0] is None else f"{parted[0]:.3f}"
+            wrong[name] = prompt, f"parts by {best}"
         else:
             counts["aborted" if end == ABORTED else "ties" if parted else "equal"] += 1
             gap = max([gap, *parted])
@@ -386,7 +388,7 @@ class Tally:
 
     def __init__(self, side: Side):
         self.side, self.gap, self.records = side, 0.0, False
-        self.counts, self.wrong = Counter[str](), dict[str, str]()
+        self.counts, self.wrong = Counter[str](), dict[str, tuple[int, str]]()
 
     def add(self, counts: dict[str, int], found: dict[str, Any], log: str) -> None:
         """counts: the engine's, of all rushes. found: of `judged`, or the number of answers."""
@@ -400,9 +402,9 @@ class Tally:
         self.records = re.search("gated_delta(.s ring takes| keeps drafts in)", log) is not None
 
     def line(self) -> str:
-        wrong = sorted(self.wrong.items(), key=lambda x: x[1])
+        wrong = sorted(self.wrong.items(), key=lambda x: x[1], reverse=True)
         counts = ", ".join(f"{n} {name}" for name, n in self.counts.items() if n)
-        return f"{counts}, gap at most {self.gap:.3f}, {len(wrong)} WRONG {wrong[:5] or ''}"
+        return f"{counts}, gap at most {self.gap:.3f}, {len(wrong)} WRONG {wrong[:6] or ''}"
 
     def unseen(self) -> list[str]:
         """What a soak of this side has to see, and did not."""

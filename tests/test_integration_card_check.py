@@ -103,6 +103,17 @@ def test_cases_of_another_layer_are_added(judged, monkeypatch):
     assert {name.split("-")[0] for name in drafts} == {"verify", "flush"}
 
 
+def test_packed_drafts_are_checked_in_their_kernel():
+    """Of SGLang, in rows with room for more: the kernel for 4 drafts, not for 16."""
+    layer = sglang_start.Layer("GDN", 2, 4, 64, 64, BF16, None, True)
+    rows, state = KVBuffer.empty(1, 16, 2, 4, 64, 64), torch.zeros(1, 4, 64, 64)
+    drafts = layer.calls(state, scratch=rows, drafts=4)["verify"]
+    cases = [case for case in card_check.cases_of(drafts) if case.op == "verify"]
+    tiles = {dict(x.facts)["token_tile"] for y in cases for x in dispatch.variants_of(y.problem)}
+    assert tiles == {4}
+    assert {max(case.lengths) for case in cases} == {4}
+
+
 def test_a_failed_case_keeps_the_engines_kernel(monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     wrong = Verdict(12.0, "12 times the error allowed (o: error 0.5)")

@@ -188,13 +188,18 @@ def test_drafts_and_heads_that_stay_the_engines(plan, monkeypatch):
         ("H100", {}, 2),
         ("A100", {}, 1),
         ("H100", dict(linear_num_value_heads=36), 1),
-        ("H100", dict(model_type="qwen3_5"), 1),
+        ("H100", dict(model_type="qwen3_5"), 2),
+        ("H100", dict(model_type="qwen3_5", linear_num_value_heads=12), 1),
     ],
 )
 def test_a_step_with_its_convolution(gpu, changed, calls, plan):
-    """Of Qwen3-Next, where a cluster has a q/k head's value heads. Else decode is ours, too."""
-    decode, _ = plan("sglang", NEXT | changed, gpu=gpu).modes
-    assert (decode.ours, len(decode.calls)) == (True, calls)
+    """Of Qwen3-Next, where a cluster has a q/k head's value heads; of Qwen3.5 with few of them.
+
+    Else decode is ours, too.
+    """
+    for engine in ("sglang", "vllm"):
+        decode, _ = plan(engine, NEXT | changed, gpu=gpu).modes
+        assert (decode.ours, len(decode.calls)) == (True, calls)
 
 
 @pytest.mark.usefixtures("compiled")

@@ -44,6 +44,16 @@ def test_kernels_of_every_batch_size_are_loaded_once(monkeypatch):
     assert {(variant.kernel, gpu) for variant, gpu in loaded} == {("decode", H200)}
 
 
+@pytest.mark.parametrize("states", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("drafts", [2, 4, 8])
+def test_rows_of_drafts_take_a_20th_of_their_states(drafts, states):
+    """Of Qwen3-Next's layers; a row has room for two verifies or more."""
+    tokens = load.room(drafts, states)
+    row = KVBuffer.empty(1, tokens, 16, 32, 128, 128, device="meta").nbytes
+    assert 2 * drafts <= tokens <= 32
+    assert 20 * row <= drafts * 32 * 128 * 128 * states.itemsize
+
+
 def test_all_missing_kernels_are_named(monkeypatch, tmp_path):
     """Where one of several is there, as in a pack for other engines."""
     monkeypatch.setattr(load, "gpu_of", lambda device: H200)

@@ -976,10 +976,11 @@ def test_the_variants_of_a_prefill_are_those_of_its_schedules(axis):
     variants = dispatch.variants_of(problem)
     for kind in KINDS:
         if kind.supports(problem):
-            for queued in (False, True):
-                assert set(kind.variants(problem, queued, H200)) <= set(variants)
+            for queued, halved in itertools.product((False, True), repeat=2):
+                halved = halved and kind.segmented
+                assert set(kind.variants(problem, queued, H200, halved)) <= set(variants)
     scans = ["overlapped", "fused" if axis == "head" else "scan_raw", "scan", "scan"]
-    others = ["prepare", "prepare", "state_passing", "transitions", "rank"]
+    others = ["prepare", "prepare", "state_passing", "transitions", "transitions", "rank"]
     others += ["rank" if axis == "head" else "prepare_raw"]
     names = [variant.kernel.removeprefix("prefill_") for variant in variants]
     assert sorted(names) == sorted([*scans, *others])

@@ -168,6 +168,25 @@ def test_packed_tokens_lie_on_a_grid_whatever_max_seqlen_says():
     assert planned(GDN, (2, 4), (1023,) * 8, "deterministic", grid=1024).kind.name == "tiles"
 
 
+@pytest.mark.parametrize(
+    ("axis", "heads", "lengths", "changes", "halved"),
+    [
+        (GDN, (2, 4), (8192,), dict(grid=1024), True),  # 4 x 8 x 4 CTAs
+        (GDN, (2, 4), (2048,) * 4, dict(grid=1024), True),
+        (GDN, (2, 5), (8192,), dict(grid=1024), False),
+        (GDN, (2, 4), (8192,), dict(grid=1024, V=64), False),
+        (GDN, (2, 4), (8192,), dict(grid=1024, gpu=FORCED["sm_90"]), False),
+        (KDA, (8, 8), (1536,), {}, False),  # 8 x 5 x 4
+        (GDN, (4, 8), (1024,), {}, True),  # 8 x 3 x 4
+        (GDN, (4, 8), (1023,), {}, False),  # tiles
+    ],
+)
+def test_transitions_are_halved_where_ctas_run_at_once(axis, heads, lengths, changes, halved):
+    options = ("deterministic",) if "grid" in changes else ()
+    schedule = planned(axis, heads, lengths, *options, **changes)
+    assert schedule.halved == halved
+
+
 @pytest.mark.parametrize(("segments", "ctas", "most"), [(8, 16, 1), (64, 16, 8), (8, 24, 2)])
 def test_ctas_that_scan_a_grid_run_at_once(segments, ctas, most):
     """GDN 4/8 and KDA 12/12 on 132 SMs."""

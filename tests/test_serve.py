@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks import draws, parallel, process, serve, tokens
+from benchmarks import draws, process, serve, tokens
 from benchmarks.__main__ import app
 
 ENGINE = """
@@ -403,13 +403,6 @@ def test_a_missing_engine_or_device_is_refused_in_one_line(
         "sglang is not installed" if missing == "engine" else "expected a CUDA device"
     ) in result.stderr
     assert not (tmp_path / "new.json").exists()
-
-
-def test_ranks_without_torchrun_are_refused_in_one_line(monkeypatch, capsys):
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
-    with pytest.raises(SystemExit, match=r"^2$"):
-        parallel.main()
-    assert "torchrun --nproc-per-node" in capsys.readouterr().err
 
 
 def no_device():

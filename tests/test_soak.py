@@ -18,7 +18,7 @@ CASES: dict[str, tuple[list[int], str, str]] = {
     "aborted_after_a_tie": ([2, 9], ABORTED, "aborted"),
     "wrong": ([1, 2, 1], WHOLE, "parts by 2.900"),
     "aborted_and_wrong": ([1, 2], ABORTED, "parts by 2.900"),
-    "not_among_the_best": ([1, 3, 1], WHOLE, "parts by none"),
+    "not_among_the_best": ([1, 3, 1], WHOLE, "parts by a token not among the best"),
     "short": ([1], WHOLE, "ends after 1 of 3 tokens: length"),
     "short_after_a_tie": ([2, 9], WHOLE, "ends after 2 of 3 tokens: length"),
     "long": ([1, 1, 1, 1], WHOLE, "ends after 4 of 3 tokens: length"),
@@ -36,7 +36,7 @@ def test_answers_are_judged_by_the_truth(case: str) -> None:
     found = judged(truth, {case: [tokens, [], end], "unasked": [[1], [], WHOLE]}, requests, 0.125)
     right = {name: found.pop(name) for name in ("equal", "ties", "aborted")}
     assert right == {name: int(name == verdict) for name in right}
-    wrong = {} if verdict in right else {case: f"prompt of 2, {verdict}"}
+    wrong = {} if verdict in right else {case: (2, verdict)}
     gap = pytest.approx(0.1) if tokens[:1] == [2] and not wrong else 0
     assert found == dict(answers=1, gap=gap, wrong=wrong)
 

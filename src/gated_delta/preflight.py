@@ -21,6 +21,7 @@ from rich.table import Table
 from . import compile
 from .gpus import GPUS, PRODUCTS, Gpu, card_of, gpu_of, product
 from .integrations.engine import card_check, load, releases
+from .integrations.engine.projection import MOST_HEADS
 from .integrations.sglang.kernels import ring_lacks
 from .integrations.sglang.norm import SWITCH
 from .integrations.sglang.process import drafts_need
@@ -507,7 +508,9 @@ def _sglang(asked: Asked, model: Model) -> tuple[list[Mode], dict[str, int]]:
         ring = KVBuffer.empty(2, 1, **sizes)
         ring = replace(ring, u=ring.u.to(state))
     norm = model.served.fuses_norm and V <= MAX_NORM
-    layer = Layer(family, H, HV, K, V, model.dtype, bound, norm, rows=_by_qk_head(model))
+    few = family == "GDN" and HV <= MOST_HEADS * H
+    raw = norm and (few or _by_qk_head(model))
+    layer = Layer(family, H, HV, K, V, model.dtype, bound, norm, raw=raw)
     by_mode = layer.calls(state, True, scratch, T, ring, asked.tree, folds=own_ring)
     names = asked.modes or MODES["sglang"][: 3 if T else 2]
     modes = [Mode(name, by_mode.get(name, [])) for name in names]

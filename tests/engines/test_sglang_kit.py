@@ -41,7 +41,7 @@ from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import 
 )
 from sglang.srt.model_executor.runner_utils import prefill_graph as graph_scope
 from sglang.srt.model_executor.runner_utils.forward_batch import set_forward_batch
-from sglang.srt.models import qwen3_next
+from sglang.srt.models import qwen3_5, qwen3_next
 from sglang.srt.models.glm5_next import Glm5NextLinearAttention
 from sglang.srt.models.kimi_linear import KimiDeltaAttention
 from sglang.srt.models.qwen3_5 import Qwen3_5GatedDeltaNet
@@ -524,16 +524,23 @@ def test_a_graph_that_breaks_at_whole_rows(refused, monkeypatch):
     assert f"GDN prefill{norm} {route}" in sglang_cpu.routes(process.state.calls)
 
 
-@pytest.mark.parametrize("refused", [False, True])
-def test_a_decode_step_is_one_call(refused, monkeypatch):
-    """Qwen3-Next's, from its projection to its norm. If refused, the engine convolves a copy."""
+@pytest.mark.parametrize(
+    ("kind", "refused"),
+    [
+        (Qwen3GatedDeltaNet, False),
+        (Qwen3GatedDeltaNet, True),
+        (Qwen3_5GatedDeltaNet, False),  # a CPU has no kernel of the engine for its pair
+    ],
+)
+def test_a_decode_step_is_one_call(kind, refused, monkeypatch):
+    """From the projection to the norm. If refused, the engine convolves a copy."""
     kit, cases, _ = KITS["GDN"]
     case = next(case for case in cases if case.forward_mode.is_decode())
     create = kit.Mamba2StateShape.create  # the kit's convolution has two taps
     of_four = lambda **sizes: create(**sizes | dict(conv_kernel=4))
     monkeypatch.setattr(kit.Mamba2StateShape, "create", of_four)
     fixture = kit.build_gdn_attention_fixture(CASE, case, **SIZES)
-    (layer, x), backend = layer_of(Qwen3GatedDeltaNet, fixture), fixture.backend
+    (layer, x), backend = layer_of(kind, fixture), fixture.backend
     C = kit._conv_states(fixture).normal_().shape[1]
     layer.attn.activation, layer.attn.conv_weights = "silu", torch.randn(C, 4).to(x)
     cache = kit._clone_gdn_cache(fixture)
@@ -541,6 +548,7 @@ def test_a_decode_step_is_one_call(refused, monkeypatch):
     expected, _ = run(x)
     windows, states = kit._clone_gdn_cache(fixture)
     linear, decode = backend.linear_attn_backend, sglang_conv.api.decode
+    monkeypatch.setattr(qwen3_5, "_gdn_decode_fused_proj_conv", True)  # as on a GPU
     sglang_conv.hook(linear, [layer])
     sglang_norm.hook(layer)
     if refused:

@@ -341,7 +341,7 @@ def test_tokens_of_transformers(make: Any, models: Any, tmp_path: Path) -> None:
     normed = result.calls["decode"] + result.calls["prefill"]
     assert result.calls["norm"] == (0 if make is olmo_hybrid else normed)
     raw, steps = result.calls["raw steps"], result.calls["decode"]
-    # Those beside short prompts are split with them.
+    # Those beside short prompts are convolved with them.
     assert steps / 2 < raw < steps if make is qwen3_next else raw == 0
     _as_planned(result, model.path, dtype=torch.float32)
 
@@ -370,7 +370,7 @@ def test_checkpoints(make: Any, block: int, models: Any, tmp_path: Path) -> None
     if block == 64:
         assert result.calls["short_conv"] == result.calls["prefill"]
     assert result.calls["whole rows"] == (result.calls["prefill"] if make is qwen3_next else 0)
-    assert result.calls["raw steps"] == 0
+    assert bool(result.calls["raw steps"]) == (make is qwen3_5)
     assert result.calls["deterministic"] == (result.calls["prefill"] if block == 64 else 0)
     _all_on_gated_delta(result, "prefill", "decode")
 
@@ -769,8 +769,9 @@ def test_prompts_are_convolved_as_by_vllm(name: str, drafts: int) -> None:
 
 
 @pytest.mark.parametrize("prompt", [0, 70], ids=["padded", "beside a prompt"])
-def test_a_step_in_one_launch(prompt: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On whole rows, as after a split and vLLM's convolution, in pages of a window and a state."""
+@pytest.mark.parametrize("by_head", [True, False], ids=["Next", "3.5"])
+def test_a_step_in_one_launch(by_head: bool, prompt: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On raw rows, as after a split and vLLM's convolution, in pages of a window and a state."""
     from vllm.forward_context import override_forward_context
     from vllm.model_executor.layers.mamba.ops import causal_conv1d
 
@@ -802,7 +803,8 @@ def test_a_step_in_one_launch(prompt: int, monkeypatch: pytest.MonkeyPatch) -> N
         vars(layer).update(prefix="layer", sizes=sizes, refused={}, fuses_norm=True, norm=norm)
         vars(layer).update(kv_cache=(None, states), A_log=A_log, dt_bias=dt_bias, num_spec=0)
         vars(layer).update(backend="reference", deterministic=False, aligned=False)
-        vars(layer).update(whole_rows=one_launch, one_launch=one_launch)
+        vars(layer).update(whole_rows=one_launch and by_head, one_launch=one_launch)
+        vars(layer).update(gqa_interleaved_layout=one_launch and by_head)
         vars(layer).update(split_ba=lambda ba: ba.chunk(2, -1))
         vars(layer).update(dict(_update=None) if one_launch else {})
         vars(layer)["_convolution"] = lambda: (windows, weight, None, "silu")
@@ -813,7 +815,8 @@ def test_a_step_in_one_launch(prompt: int, monkeypatch: pytest.MonkeyPatch) -> N
     of_heads = ba.view(tokens, H, 2, HV // H)
     split = projection.joined(projection.split_interleaved(rows, sizes))
     split_ba = torch.cat([of_heads[:, :, 0].flatten(1), of_heads[:, :, 1].flatten(1)], 1)
-    (theirs, theirs_memory), (ours, memory) = run(False, split, split_ba), run(True, rows, ba)
+    raw = (rows, ba) if by_head else (split, split_ba)
+    (theirs, theirs_memory), (ours, memory) = run(False, split, split_ba), run(True, *raw)
     assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
     assert (ours[n:] == 0).all() or prompt
     assert torch.allclose(memory, theirs_memory, rtol=1e-4, atol=1e-5, equal_nan=True)

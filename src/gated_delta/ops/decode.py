@@ -183,8 +183,9 @@ VERIFY = Verify()
 MOST_CTAS = 8
 """Of a portable cluster."""
 
-SHIPPED_GROUP = 2
-"""Value heads per q/k head of the kernels with a convolution in packs: Qwen3-Next's."""
+SHIPPED_GROUPS = (1, 2)
+"""Value heads per q/k head of the kernels with a convolution in packs: Qwen3-Next's and those of
+Qwen3.5 that the engines run."""
 
 FACTS_IF_SET = ("ctas_per_sm", "prefetch_chunks", "bulk")
 """Fields of a schedule that a variant names only if they are set: few schedules set one."""
@@ -446,7 +447,7 @@ class Decode(StateOperation):
         weight = f"conv_weight_{SHORT[model.tokens['dtype']]}"
         for norm in filter(None, model.norms() if interleaved else ()):
             convolved = model.problem("decode", 1, (*norm, "conv", weight))
-            problems.append(replace(convolved, HV=SHIPPED_GROUP))
+            problems += [replace(convolved, HV=HV) for HV in SHIPPED_GROUPS]
         return problems
 
     def launch(self, problem: Problem, plan: Plan, a: Arguments) -> Launch:

@@ -233,7 +233,12 @@ class Prefill(Operation):
 
     def variants(self, problem: Problem, gpu: Gpu = H200) -> list[compile.Variant]:
         kinds = [kind for kind in KINDS if kind.supports(problem, gpu=gpu)]
-        variants = [x for kind in kinds for x in kind.variants(problem, True, gpu)]
+        variants = [
+            x
+            for kind in kinds
+            for halved in (False, kind.can_halve(problem, gpu))
+            for x in kind.variants(problem, True, gpu, halved)
+        ]
         return unique(variants)
 
     def shipped(self, model: Model) -> list[Problem]:
@@ -248,7 +253,8 @@ class Prefill(Operation):
 
 def plan_of(schedule: Schedule, problem: Problem, sequences: int, gpu: Gpu) -> Plan:
     queued = schedule.kind.is_queued(sequences * problem.HV, gpu.sms)
-    return Plan(schedule, tuple(schedule.kind.variants(problem, queued, gpu)), gpu)
+    variants = schedule.kind.variants(problem, queued, gpu, schedule.halved)
+    return Plan(schedule, tuple(variants), gpu)
 
 
 def prepare_heads(H: int, HV: int, chunk_slots: int, kind: Kind, sms: int) -> int:

@@ -68,9 +68,17 @@ class Kind:
         """Whether segments start from zeros, some chunks early, where gates forget."""
         return self.segmented and problem.K == problem.V == 128
 
-    def variants(self, problem: Problem, queued: bool, gpu: Gpu) -> list[Variant]:
-        """The kernels in launch order. queued: of `is_queued`."""
+    def can_halve(self, problem: Problem, gpu: Gpu) -> bool:
+        """Whether there are transitions with CTAs of half of the V rows."""
+        return self.segmented and problem.V == 128 and gpu.level == "sm_90a"
+
+    def variants(
+        self, problem: Problem, queued: bool, gpu: Gpu, halved: bool = False
+    ) -> list[Variant]:
+        """The kernels in launch order. queued: of `is_queued`. halved: of `Schedule`."""
         facts = _facts(self, problem, gpu)
+        if halved:
+            facts["transitions"]["rows"] = problem.V // 2
         names = self.kernels
         if self.overlapped or (self.in_one_cta and queued):
             names = ("rank", *names)

@@ -31,11 +31,15 @@ MIN_ROUNDS = 3  # of prepare's CTAs on all SMs, of KDA
 
 
 class Schedule(NamedTuple):
-    """kind: the kernels. segments: of every sequence, scanned at once. rule: its condition."""
+    """kind: the kernels. segments: of every sequence, scanned at once. rule: its condition.
+
+    halved: whether transitions' CTAs have half of the V rows, since they all run at once.
+    """
 
     kind: Kind
     segments: int = 1
     rule: str = ""
+    halved: bool = False
 
     @property
     def label(self) -> str:
@@ -184,8 +188,18 @@ def rule_of(call: Call) -> Rule:
 
 def schedule_of(call: Call) -> Schedule:
     rule = rule_of(call)
-    has_number = rule.kind.segmented and not rule.kind.on_grid
-    return Schedule(rule.kind, call.segments if has_number else 1, rule.condition)
+    kind = rule.kind
+    segments = call.segments if kind.segmented and not kind.on_grid else 1
+    return Schedule(kind, segments, rule.condition, halves_transitions(kind, call))
+
+
+def halves_transitions(kind: Kind, call: Call) -> bool:
+    """Whether CTAs of half of the V rows of B and M all run at once."""
+    segments, problem = call.sequences * (call.segments - 1), call.problem
+    if kind.on_grid:
+        assert problem.grid is not None
+        segments = call.tokens // problem.grid
+    return kind.can_halve(problem, call.gpu) and 4 * problem.HV * segments <= call.sms
 
 
 def is_packed(problem: Problem) -> bool:

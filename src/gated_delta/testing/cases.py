@@ -181,7 +181,11 @@ class Case:
 
     @property
     def problem(self) -> Problem:
-        T = None if self.op == "prefill" else MAX_DRAFT if self.packed else self.lengths[0]
+        T: int | None = MAX_DRAFT if self.packed else self.lengths[0]
+        if self.op == "prefill":
+            T = None
+        elif self.op == "verify":  # which is told the longest
+            T = max(1, *self.lengths)
         problem = Problem(
             self.op,
             self.axis,
@@ -427,7 +431,8 @@ def cases_like(problem: Problem, drafts: Problem | None = None) -> tuple[AnyCase
         families = zip(PROMPTS, ("typical", "slow"), strict=True)
         return tuple(replace(case, lengths=x, family=y) for x, y in families)
     if case.packed:
-        case = replace(case, lengths=(1, MAX_DRAFT, 0, 3))
+        longest = problem.T if problem.op == "verify" and problem.T else MAX_DRAFT
+        case = replace(case, lengths=(1, longest, 0, min(3, longest)))
     null_index = 0 if case.uses("state_indices") else -1
     return tuple(
         replace(case, family=family, seed=seed, null_index=null_index)

@@ -467,6 +467,8 @@ def _verify_states(
         _past_tokens(case, states, rng, device)
     else:
         states["buffer"] = _buffer(case, N + 2, device)
+    if case.packed:
+        states["max_seqlen"] = max(case.lengths)
     call.states = states
 
 

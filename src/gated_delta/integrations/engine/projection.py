@@ -11,6 +11,9 @@ from torch import Tensor
 from gated_delta import api
 from gated_delta.problem import TAPS, ShortConv, UnsupportedProblem
 
+MOST_HEADS = 2
+"""Value heads per q/k head up to which decode convolves rows that need no split. With three it
+gains less than 1 % in a cell, with four and fp32 states it loses 7 % (docs/kernels/decode.md)."""
 Sizes = tuple[int, int, int, int]
 """H, HV, V and K of a layer on this rank."""
 

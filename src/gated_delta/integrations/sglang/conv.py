@@ -2,8 +2,9 @@
 
 In prefill KDA's layers and Qwen3.5's pass a view of their projection. Qwen3-Next's projection
 interleaves q, k, v and z: with hooks its layers pass whole rows, no kernel splits them, and ours
-read each part by its strides. A decode step of such a layer is one call, with its convolution.
-Other layers' decode, and drafts, stay the engine's. Imports the engine inside functions only.
+read each part by its strides. A decode step of such a layer is one call, with its convolution, and
+so is one of Qwen3.5 with few value heads. Other layers' decode, and drafts, stay the engine's.
+Imports the engine inside functions only.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ LEAST_TOKENS = 64
 engine's two kernels take 41 us on an H100, ours and the copies 45."""
 WHOLE_ROWS = "Qwen3GatedDeltaNet"
 """The layer whose projection is [T, H, (q | k | v | z)]."""
+PAIRS = "Qwen3_5GatedDeltaNet"
+"""The layer whose decode gets a pair of projections, [B, q | k | v | z] and [B, b | a]."""
 
 
 def hook(backend: Any, layers: Sequence[Any]) -> None:
@@ -42,6 +45,16 @@ def hook(backend: Any, layers: Sequence[Any]) -> None:
         convolution.norms[layer.attn.A_log] = layer.norm
         if not isinstance(layer.forward, WholeRows):
             layer.forward = WholeRows(layer, convolution)
+    for layer in filter(decodes_pairs, layers):
+        backend.forward_decode = convolution.decode
+        convolution.pairs.add(layer.attn.A_log)
+
+
+def decodes_pairs(layer: Any) -> bool:
+    """Whether a layer's decode is faster with its convolution, on the engine's pair."""
+    attn = layer.attn
+    few = attn.num_v_heads <= projection.MOST_HEADS * attn.num_k_heads
+    return few and any(x.__name__ == PAIRS for x in type(layer).__mro__)
 
 
 def has_whole_rows(layer: Any) -> bool:
@@ -55,13 +68,14 @@ class Convolution:
 
     parts: q, k, v of the prefill in progress, if it has whole rows. missing: why the engine's
     convolution runs in prefill, in_decode: in decode. norms: the gated norm of each layer with
-    whole rows, by its A_log.
+    whole rows, by its A_log. pairs: the A_log of each layer whose decode takes the engine's pair.
     """
 
     def __init__(self, backend: Any):
         self.backend, self.missing, self.in_decode = backend, "", ""
         self.parts: Sequence[Tensor] | None = None
         self.norms: dict[Tensor, Any] = {}
+        self.pairs: set[Tensor] = set()
         self._convolve, self._extend = backend._convolve_prefill, backend.forward_extend
         self._decode = backend.forward_decode
         self._decodes = isinstance(backend.kernel_dispatcher.decode_kernel, kernels.Operations)
@@ -97,17 +111,50 @@ class Convolution:
             and getattr(self.backend.forward_metadata, "replayssm_write_pos", None) is None
         )
 
-    def decode(self, *, layer: Any, mixed_qkv: Tensor, a: Tensor, b: Tensor, **given: Any) -> Any:
+    def decode(self, *, layer: Any, mixed_qkv: Any, a: Tensor, b: Tensor, **given: Any) -> Any:
         """The backend's `forward_decode`; mixed_qkv: [B, q|k|v], or whole rows, a and b [B, H, R].
 
-        Returns [1, B, HV, V]. If ours cannot run, the engine's convolution does, on a copy.
+        Or a pair, if Qwen3.5's layer has not split its projections; a and b are no tokens then.
+        Returns [1, B, HV, V], and z behind it for a pair. If ours cannot run, the engine's
+        convolution does, on a copy.
         """
+        if isinstance(mixed_qkv, tuple):
+            result = self._pair(layer, mixed_qkv, given["forward_batch"])
+            if result is None:
+                return self._decode(layer=layer, mixed_qkv=mixed_qkv, a=a, b=b, **given)
+            return result
         if mixed_qkv.shape[1] == projection.width(sizes_of(layer)):
             return self._decode(layer=layer, mixed_qkv=mixed_qkv, a=a, b=b, **given)
-        q, k, v, _ = parts_of(layer, mixed_qkv)
+        parts = parts_of(layer, mixed_qkv)[:3]
+        o = self._raw(layer, parts, a, b, given["forward_batch"])
+        if o is None:
+            mixed_qkv = projection.joined(parts)
+            a, b = a.flatten(1), b.flatten(1)
+            return self._decode(layer=layer, mixed_qkv=mixed_qkv, a=a, b=b, **given)
+        return o
+
+    def _pair(self, layer: Any, pair: Any, batch: Any) -> Any:
+        """o and z of a pair; None: the engine has to run it."""
+        if layer.A_log not in self.pairs or not self.takes_steps(batch):
+            return None
+        (rows, ba), HV, V = pair, layer.num_v_heads, layer.head_v_dim
+        b, a = ba.chunk(2, 1)
+        o = self._raw(layer, projection.split(rows, sizes_of(layer)), a, b, batch)
+        if o is None:
+            return None
+        fused = _norm_of(layer)
+        if fused is not None and fused.applied:  # nobody reads z
+            return o, o[0]
+        return o, rows[:, -HV * V :].unflatten(1, (HV, V))
+
+    def _raw(
+        self, layer: Any, parts: Sequence[Tensor], a: Tensor, b: Tensor, batch: Any
+    ) -> Tensor | None:
+        """Our decode of raw q, k, v, [1, B, HV, V]; None: the engine's convolution has to run."""
+        q, k, v = parts
         cache = self.backend.req_to_token_pool.mamba2_layer_cache(layer.layer_id)
         slots, fused = self.backend.forward_metadata.mamba_cache_indices, _norm_of(layer)
-        norm, backend = fused.arguments(v) if fused else {}, process.backend_for(mixed_qkv)
+        norm, backend = fused.arguments(v) if fused else {}, process.backend_for(q)
         call: dict[str, Any] = dict(q=q, k=k, v=v, g=a, beta=b, **norm)
         call = {name: x[:, None] if isinstance(x, Tensor) else x for name, x in call.items()}
         call |= dict(state=cache.temporal, state_indices=slots[: len(q)], null_index=0)
@@ -118,16 +165,14 @@ class Convolution:
             o = api.decode(**call, **projection.convolution(*given_conv))
         except UnsupportedProblem as error:  # nothing was written
             self.in_decode = _lacking("decode", error)
-            mixed_qkv = projection.joined((q, k, v))
-            a, b = a.flatten(1), b.flatten(1)
-            return self._decode(layer=layer, mixed_qkv=mixed_qkv, a=a, b=b, **given)
+            return None
         if fused:
             fused.applied = bool(norm)
         route = f" and convolution{kernels.more(norm)} on backend {backend}"
         process.state.count("GDN", "decode", route)
         pools = cache.conv[0], cache.temporal, slots, layer.layer_id
-        self.backend._track_mamba_state_decode(given["forward_batch"], *pools)
-        return mixed_qkv.new_empty(o.transpose(0, 1).shape) if "out" in norm else o.transpose(0, 1)
+        self.backend._track_mamba_state_decode(batch, *pools)
+        return q.new_empty(o.transpose(0, 1).shape) if "out" in norm else o.transpose(0, 1)
 
     def extend(self, *, layer: Any, mixed_qkv: Tensor, **given: Any) -> Tensor:
         """The backend's `forward_extend`; mixed_qkv: [T, q|k|v], or whole rows.

@@ -16,8 +16,8 @@ from gated_delta.problem import FP8, TAPS, GatedNorm, KVBuffer, ShortConv, Unsup
 class Layer(NamedTuple):
     """A linear layer on this rank: "GDN" or "KDA", heads, head dims, the dtype of its tokens.
 
-    norm: our calls include its gated norm. fp8: they also quantise its results. rows: they take
-    whole rows of its projection, decode's with its convolution.
+    norm: our calls include its gated norm. fp8: they also quantise its results. raw: decode takes
+    rows of its projection, with its convolution.
     """
 
     layers: str
@@ -29,7 +29,7 @@ class Layer(NamedTuple):
     lower_bound: float | None = None
     norm: bool = False
     fp8: bool = False
-    rows: bool = False
+    raw: bool = False
 
     def tokens(self, T: int, device: torch.device) -> dict[str, Any]:
         """A packed sequence of T tokens."""
@@ -62,7 +62,7 @@ class Layer(NamedTuple):
         raw = step | {name: given[name] for name in ("conv", "windows")}
         raw |= dict(state=step["state"][:1])  # as many slots as windows
         calls: list[load.Call] = [("decode", raw)]
-        return [] if not self.rows or load.refused(calls) else calls
+        return [] if not self.raw or load.refused(calls) else calls
 
     def calls(
         self,
@@ -197,8 +197,8 @@ def kinds_of(modules: list[Any], kind: str, dtype: torch.dtype) -> dict[Layer, i
         attn, gate = module.attn, norm.gate_of(module)
         fused = gate is not None, gate is not None and norm.takes_fp8(module, gate)
         heads = attn.num_k_heads, attn.num_v_heads, attn.head_k_dim, attn.head_v_dim
-        rows = conv.has_whole_rows(module)
-        layer = Layer(kind, *heads, dtype, attn.lower_bound, *fused, rows)
+        raw = conv.has_whole_rows(module) or conv.decodes_pairs(module)
+        layer = Layer(kind, *heads, dtype, attn.lower_bound, *fused, raw)
         layer_ids[layer] = attn.layer_id
     return layer_ids
 

@@ -97,10 +97,12 @@ class Recurrence:
     ) -> dict[str, Any]:
         """decode's arguments for one token a sequence, with its convolution and norm.
 
-        rows: of a projection by q/k head, g and beta [N, H, R], z [N, H, R, V].
+        rows: of the projection, g and beta [N, HV], z [N, HV, V]; by q/k head [N, H, R] and
+        [N, H, R, V].
         """
         x, g, beta, z = rows
-        q, k, v, _ = projection.split_interleaved(x, self.sizes)
+        parts = projection.split_interleaved if self.by_qk_head else projection.split
+        q, k, v = parts(x, self.sizes)[:3]
         tensors = dict(q=q, k=k, v=v, g=g, beta=beta, z=z)
         call: dict[str, Any] = {name: y[:, None] for name, y in tensors.items()}
         call |= convolution | dict(norm=self._gated_norm(x.device))
@@ -183,11 +185,15 @@ class Recurrence:
         Not with drafts or a ring, nor in the checking mode, which works states out from convolved
         tokens.
         """
-        if not (self.by_qk_head and self.fuses_norm) or self.num_spec or self.ring or problem.CHECK:
-            return []
         (H, HV, V, _), C = self.sizes, projection.width(self.sizes)
+        few = not self.channels and HV <= projection.MOST_HEADS * H
+        if not (self.by_qk_head or few) or not self.fuses_norm:
+            return []
+        if self.num_spec or self.ring or problem.CHECK:
+            return []
         x = pool.new_empty(1, C + HV * V, dtype=self.inputs)
-        heads, z = x.new_empty(1, H, HV // H), projection.split_interleaved(x, self.sizes)[3]
+        heads = x.new_empty(1, *((H, HV // H) if self.by_qk_head else (HV,)))
+        z = heads[..., None].expand(*heads.shape, V).contiguous()
         weight = x.new_empty(C, TAPS, dtype=self._conv_dtype())
         convolution = dict(conv=ShortConv(weight), windows=x.new_empty(2, C, TAPS - 1))
         gate, slots = self._gate_on(x.device), torch.ones(1, dtype=torch.int32, device=x.device)

@@ -545,8 +545,7 @@ class Qwen(GDN, QwenGatedDeltaNetAttention):
         ours = not self.refused and not self.own_convolution
         ours = ours and self.get_state_dtype()[0] == self.inputs  # the windows'
         self.one_launch = ours and bool(self.raw_steps(start.small_pool(self)))
-        alone = self.by_qk_head and only_prefills(self.vllm_config)
-        if self.one_launch or alone:
+        if self.by_qk_head and (self.one_launch or only_prefills(self.vllm_config)):
             self.whole_rows = True
             self.order = projection.order(self.sizes, self.inputs, DEVICE)
 
@@ -617,7 +616,8 @@ class Qwen(GDN, QwenGatedDeltaNetAttention):
         return m is None or (self._convolves(m) if m.num_prefills else self.one_launch)
 
     def _step(self, rows: Sequence[Tensor], slots: Tensor, x: Tensor | None) -> dict[str, Any]:
-        if not self.one_launch or not self._whole(rows[0]):
+        split = self.by_qk_head and not self._whole(rows[0])
+        if x is not None or split or not self.one_launch:
             return super()._step(rows, slots, x)
         windows, weight, bias, activation = self._convolution()
         given = weight, bias, activation, windows, rows[0].dtype

@@ -3,7 +3,7 @@
 A segment turns a state S into S M + B. B comes from zeros, or in the first segment from the
 sequence's initial state; M comes from an identity. A CTA scans the segment's chunks with all V rows
 of B, or with V of the 128 rows of M, as prefill_scan does: one or two MMA warpgroups, and warps 0
-and 1 load. Without wgmma it has 64 rows. There are no outputs.
+and 1 load. It has 64 rows without wgmma, and where such CTAs all run at once. There are no outputs.
 
 Nothing is to do where the next segment has a window, which the scan starts from zeros, and behind
 the last segment. Behind a segment with a window, B alone is the next one's initial state.
@@ -60,7 +60,7 @@ LOAD_REGISTERS, MMA_REGISTERS = 40, 232
 
 class PrefillTransitions(PrefillKernel):
     """grid: whether segments lie on a grid. A chunk's bits then follow from its state and tokens
-    alone."""
+    alone. rows: of B or M in a CTA, 64 or V."""
 
     def __init__(
         self,
@@ -73,11 +73,12 @@ class PrefillTransitions(PrefillKernel):
         grid: bool = False,
         summary: bool = False,
         resumed: bool = False,
+        rows: int | None = None,
     ):
         self.summary, self.resumed = summary, resumed
         self.on_grid = self.checkpoints = grid
         # mma.sync has no registers for a second MMA warpgroup.
-        self.rows = V if levels.current().wgmma else WARPGROUP_ROWS
+        self.rows = rows or (V if levels.current().wgmma else WARPGROUP_ROWS)
         self.mma_groups, self.b_tiles = self.rows // WARPGROUP_ROWS, V // self.rows
         self.row_tiles = self.b_tiles + D // self.rows  # of B's rows, then of M's
         self.has_windows = K == V == D
