@@ -2064,8 +2064,10 @@ def test_engine_with_drafts_of_kda_layers(kda, tmp_path):
         speculative_ngram_max_bfs_breadth=1,
     )
     engine = OURS | RING | lines | dict(enable_fp32_lm_head=True)
-    run = Run(model, tmp_path, engine, dict(GATED_DELTA_SGLANG_KVBUFFER="1"))
-    assert run.tokens(0) == run.tokens(1) == [one[:NEW] for one in tokens]
+    variables = dict(GATED_DELTA_SGLANG_KVBUFFER="1", GATED_DELTA_CHECK="1")
+    run = Run(model, tmp_path, engine, variables, new_tokens=LONG)
+    assert run.tokens(0) == run.tokens(1) == [one[:LONG] for one in tokens]
+    assert run.compared() >= 2 * 3 * 3  # rounds, layers, prompts
     assert run.cached(1)[1] >= 128
     assert run.ran.keys() == {
         "KDA verify and norm on backend reference",
