@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from gated_delta import problem
 from gated_delta.integrations import vllm as plugin
 from gated_delta.integrations.engine import releases
 from gated_delta.integrations.engine.calls import Calls
 from gated_delta.integrations.vllm import process as vllm_process
+from gated_delta.integrations.vllm.calls import Recurrence
 
 
 class Engine(SimpleNamespace):
@@ -177,3 +179,30 @@ def test_the_norm_on_a_gpu_is_its_kernel() -> None:
     assert vllm_process.norm_on(norm, torch.device("cuda")) is norm.forward_cuda
     assert vllm_process.norm_on(norm, torch.device("cpu")) is norm
     assert vllm_process.norm_on(norm := SimpleNamespace(), torch.device("cuda")) is norm
+
+
+@pytest.mark.parametrize(
+    ("changes", "convolves"),
+    [
+        ({}, True),
+        (dict(sizes=(2, 6, 16, 8)), False),  # nothing to split, and it gains too little
+        (dict(sizes=(2, 6, 16, 8), by_qk_head=True), True),
+        (dict(num_spec=3), False),
+        (dict(ring=15), False),
+        (dict(fuses_norm=False), False),
+        (dict(channels=True), False),
+        (dict(check=True), False),  # it works states out from convolved tokens
+    ],
+    ids=str,
+)
+def test_whose_decode_convolves(
+    changes: dict[str, Any], convolves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, given = type("Layer", (Recurrence,), {})(), dict(changes)
+    monkeypatch.setattr(problem, "CHECK", given.pop("check", False))
+    facts: dict[str, Any] = dict(sizes=(2, 4, 16, 8), num_spec=0, fuses_norm=True) | given
+    _, HV, V, K = facts["sizes"]
+    norm = SimpleNamespace(weight=torch.ones(V), eps=1e-6, activation="silu")
+    vars(layer).update(facts, inputs=torch.bfloat16, backend="reference", _norm=lambda: norm)
+    vars(layer).update(A_log=torch.zeros(HV), dt_bias=torch.zeros(HV, *[K] * layer.channels))
+    assert bool(layer.raw_steps(torch.zeros(2, HV, V, K))) == convolves
