@@ -7,6 +7,7 @@ from gated_delta import Gate, KVBuffer, UnsupportedProblem, api, compile, dispat
 from gated_delta.gpus import GPUS, H200
 from gated_delta.integrations.engine import load
 from gated_delta.integrations.sglang.start import Layer
+from gated_delta.integrations.vllm.calls import room
 
 CPU = torch.device("cpu")
 
@@ -52,6 +53,15 @@ def test_rows_of_drafts_take_a_20th_of_their_states(drafts, states):
     row = KVBuffer.empty(1, tokens, 16, 32, 128, 128, device="meta").nbytes
     assert 2 * drafts <= tokens <= 32
     assert 20 * row <= drafts * 32 * 128 * 128 * states.itemsize
+
+
+@pytest.mark.parametrize("drafts", [1, 3, 7, 15])
+def test_rows_of_vllms_drafts(drafts):
+    """vLLM has a state a draft. 16-bit states: a 20th has no room for two verifies."""
+    layer = KVBuffer.empty(1, room(drafts, torch.float32), 16, 32, 128, 128, device="meta")
+    assert 20 * layer.nbytes <= drafts * 32 * 128 * 128 * 4
+    assert room(drafts, torch.bfloat16) == 2 * (1 + drafts)
+    assert 2 * (1 + drafts) <= layer.u.shape[1] <= 32
 
 
 def test_all_missing_kernels_are_named(monkeypatch, tmp_path):

@@ -26,7 +26,7 @@ from .integrations.sglang.kernels import ring_lacks
 from .integrations.sglang.norm import SWITCH
 from .integrations.sglang.process import drafts_need
 from .integrations.sglang.start import Layer, in_fp8
-from .integrations.vllm.calls import Recurrence, too_many
+from .integrations.vllm.calls import Recurrence, room, too_many
 from .ops.launch import MAX_NORM
 from .options import MAX_DIM, MAX_HEADS
 from .problem import INPUT_DTYPES, MAX_DRAFT, SHORT, KVBuffer, UnsupportedProblem, unique
@@ -567,8 +567,8 @@ def _vllm(asked: Asked, model: Model) -> tuple[list[Mode], dict[str, int]]:
     pays = load.pays(family, model.state_dtype, asked.requests * HV)
     in_kvbuffer = compile.flag("GATED_DELTA_VLLM_KVBUFFER", pays)
     layer.buffered = in_kvbuffer and asked.drafts > 0 and not left
-    room = load.room(1 + asked.drafts, model.state_dtype)
-    layer.room = room if layer.buffered else 0  # beside the prefix cache
+    tokens = room(asked.drafts, model.state_dtype)
+    layer.room = tokens if layer.buffered else 0  # beside the prefix cache
     if compile.flag("GATED_DELTA_VLLM_RING", False):
         if asked.drafts:
             raise ValueError("expected --drafts 0 with GATED_DELTA_VLLM_RING=1")

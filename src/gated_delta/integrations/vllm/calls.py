@@ -11,7 +11,13 @@ from torch import Tensor
 from gated_delta import problem
 from gated_delta.integrations.checks import layer_gate
 from gated_delta.integrations.engine import load, projection
-from gated_delta.problem import MAX_DRAFT, TAPS, Gate, GatedNorm, KVBuffer, ShortConv
+from gated_delta.problem import MAX_BUFFER, MAX_DRAFT, TAPS, Gate, GatedNorm, KVBuffer, ShortConv
+
+
+def room(drafts: int, states: torch.dtype) -> int:
+    """Tokens of a row in which accepted drafts stay. vLLM has a state for each draft, so a row is a
+    20th of them if a verify of one token more fits twice."""
+    return max(load.room(drafts, states), min(2 * (1 + drafts), MAX_BUFFER))
 
 
 def too_many(drafts: int) -> dict[str, str]:

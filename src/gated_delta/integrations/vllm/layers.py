@@ -48,7 +48,7 @@ from gated_delta.integrations.vllm import (
     ring,
     start,
 )
-from gated_delta.integrations.vllm.calls import Recurrence
+from gated_delta.integrations.vllm.calls import Recurrence, room
 from gated_delta.integrations.vllm.start import BACKEND, DEVICE
 from gated_delta.ops.launch import MAX_NORM
 from gated_delta.problem import CHECKPOINT_INTERVAL, TAPS, UnsupportedProblem, unique
@@ -89,7 +89,7 @@ class Core(Recurrence, abstract.MambaBase):
         needs = [] if self.drafts_stay else ["other layers than Kimi K3's"]
         needs += kvbuffer.rows_lack(vllm_config, cached=True)
         seldom = needs if self.buffered else [""]
-        self.room = 0 if seldom else load.room(1 + self.num_spec, self.get_state_dtype()[1])
+        self.room = 0 if seldom else room(self.num_spec, self.get_state_dtype()[1])
         refused = start.missing(self, start.small_pool(self), left)
         if refused and self.room:
             self.room, seldom = 0, [load.why(refused)]
