@@ -561,11 +561,10 @@ class _Layer(Recurrence):
 
 
 def _vllm(asked: Asked, model: Model) -> tuple[list[Mode], dict[str, int]]:
-    family, _, _, HV, K, V, _ = model.sizes
+    _, _, _, HV, K, V, _ = model.sizes
     pool = torch.empty(2, HV, V, K, dtype=model.state_dtype)
     layer, left = _Layer(model, asked.drafts), too_many(asked.drafts)
-    pays = load.pays(family, model.state_dtype, asked.requests * HV)
-    in_kvbuffer = compile.flag("GATED_DELTA_VLLM_KVBUFFER", pays)
+    in_kvbuffer = compile.flag("GATED_DELTA_VLLM_KVBUFFER", False)
     layer.buffered = in_kvbuffer and asked.drafts > 0 and not left
     tokens = room(asked.drafts, model.state_dtype)
     layer.room = tokens if layer.buffered else 0  # beside the prefix cache

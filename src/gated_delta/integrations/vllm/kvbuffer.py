@@ -1,18 +1,15 @@
 """KVBuffers in vLLM: of drafts, or of the ring, the tokens that decode has not folded yet.
 
-`verify` fills a buffer with drafts, `flush` folds the accepted ones after sampling. vLLM keeps a
-block with a whole state for each draft token of each request; so it does here where a buffer cannot
-be or gains little, and with GATED_DELTA_VLLM_KVBUFFER=0. With 1 the start fails where it cannot be,
-and batches may be small. GATED_DELTA_VLLM_RING=1: decode with a buffer, in rows of requests
-(ring.py). Imports vLLM; layers.py imports it.
+GATED_DELTA_VLLM_KVBUFFER=1: `verify` fills a buffer with drafts, `flush` folds the accepted ones
+after sampling. By default vLLM keeps a block with a whole state for each draft token of each
+request. GATED_DELTA_VLLM_RING=1: decode with a buffer, in rows of requests (ring.py). Imports vLLM;
+layers.py imports it.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import math
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,8 +30,6 @@ from gated_delta.integrations.vllm.start import DEVICE
 from gated_delta.problem import MAX_BUFFER, KVBuffer, unique
 
 DRAFTS, RING = "GATED_DELTA_VLLM_KVBUFFER", "GATED_DELTA_VLLM_RING"
-MOST = 16
-"""A buffer by default takes at most this part of a GPU's memory."""
 KIMI_K3 = "KIMI_K3_KDA"
 """vLLM's name of its attention backend for Kimi K3's layers."""
 
@@ -161,24 +156,6 @@ class Backend(GDNAttentionBackend):
         return Builder
 
 
-def asked() -> bool:
-    """Whether the environment, and not the default, decides on drafts."""
-    return DRAFTS in os.environ
-
-
-def of(vllm_config: Any) -> list[Any]:
-    """An engine's layers whose drafts go to a KVBuffer."""
-    layers = vllm_config.compilation_config.static_forward_context.values()
-    return [x for x in layers if getattr(x, "buffered", False)]
-
-
-def takes_drafts(layer: Any) -> bool:
-    """Whether a layer's drafts go to a KVBuffer; by default if the largest batch gains."""
-    requests, (_, HV, _, _) = layer.vllm_config.scheduler_config.max_num_seqs, layer.sizes
-    family, states = "KDA" if layer.channels else "GDN", layer.get_state_dtype()[1]
-    return flag(DRAFTS, load.pays(family, states, requests * HV))
-
-
 def _stacked(tensors: Sequence[Tensor]) -> Tensor | None:
     """[L, ...] over L tensors that lie evenly in one storage; None if they do not."""
     first = tensors[0]
@@ -246,8 +223,8 @@ def rows_lack(vllm_config: Any, cached: bool = False) -> list[str]:
     return [needed for needed, lacking in missing.items() if lacking]
 
 
-def cache_lacks(layer: Any, vllm_config: Any, block: int) -> list[str]:
-    """What vLLM's prefix cache lacks for drafts in a KVBuffer.
+def refuse_cache(layer: Any, vllm_config: Any, block: int) -> None:
+    """Raises RuntimeError if drafts in a KVBuffer do not fit vLLM's prefix cache.
 
     block: tokens of a block. vLLM counts a request's accepted drafts once, for all of its states.
     """
@@ -259,27 +236,9 @@ def cache_lacks(layer: Any, vllm_config: Any, block: int) -> list[str]:
         f"--block-size {drafts} or more, got {block}": block < drafts,
     }
     needed = [need for need, lacking in missing.items() if lacking]
-    if not needed or vllm_config.cache_config.mamba_cache_mode == "none":
-        return []
-    return [f"--no-enable-prefix-caching, or {'; '.join(needed)}"]
-
-
-def default_lacks(layer: Any, page: int) -> list[str]:
-    """What a buffer that nobody asked for lacks beside vLLM's cache, so that no start fails for it.
-
-    page: bytes of a block.
-    """
-    if asked() or DEVICE == "cpu":
-        return []
-    config, room = layer.vllm_config, torch.cuda.mem_get_info()[1] // MOST
-    requests = config.scheduler_config.max_num_seqs
-    taken = sum(x.buffer(requests, "meta").nbytes for x in of(config))
-    windows, dtype = layer.get_state_shape()[0], layer.get_state_dtype()[0]
-    missing = {
-        f"--max-num-seqs {requests * room // taken} or less": taken > room,
-        "states at multiples of 16 bytes": (page | math.prod(windows) * dtype.itemsize) % 16 > 0,
-    }
-    return [needed for needed, lacking in missing.items() if lacking]
+    if needed and vllm_config.cache_config.mamba_cache_mode != "none":
+        needs = f"--no-enable-prefix-caching, or {'; '.join(needed)}"
+        raise RuntimeError(f"{DRAFTS}=1: {layer.prefix} needs {needs}")
 
 
 def ring_tokens(vllm_config: Any) -> int:
