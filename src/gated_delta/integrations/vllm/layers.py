@@ -616,8 +616,8 @@ class Qwen(GDN, QwenGatedDeltaNetAttention):
         return m is None or (self._convolves(m) if m.num_prefills else self.one_launch)
 
     def _step(self, rows: Sequence[Tensor], slots: Tensor, x: Tensor | None) -> dict[str, Any]:
-        split = self.by_qk_head and not self._whole(rows[0])
-        if x is not None or split or not self.one_launch:
+        raw = self.one_launch and x is None
+        if not raw or (self.by_qk_head and not self._whole(rows[0])):
             return super()._step(rows, slots, x)
         windows, weight, bias, activation = self._convolution()
         given = weight, bias, activation, windows, rows[0].dtype
