@@ -54,6 +54,10 @@ def times(model: str, gates: str, tokens: int, device: torch.device) -> tuple[fl
 
 
 def main() -> None:
+    if "LOCAL_RANK" not in os.environ or not torch.cuda.is_available():
+        command = "torchrun --nproc-per-node 4 -m benchmarks.parallel"
+        print(f"expected GPUs, and a process for each: {command}", file=sys.stderr)
+        sys.exit(2)
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
     tokens = int(sys.argv[1]) if len(sys.argv) > 1 else TOKENS

@@ -175,10 +175,7 @@ def scheduled(*schedules, sms=None):
                 return host.plan_of(taken, problem, sequences, gpu)
         raise AssertionError(f"no kernels for {problem.label} by {schedules}")
 
-    with (
-        mock.patch.object(PREFILL, "plan", plan),
-        mock.patch.object(PREFILL, "calls", CallCache()),
-    ):
+    with mock.patch.object(PREFILL, "plan", plan), mock.patch.object(PREFILL, "calls", CallCache()):
         yield
 
 

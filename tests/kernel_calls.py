@@ -377,8 +377,7 @@ def prefill_from_zeros_to_final_states(axis):
 @named()
 def prefill_with_checkpoints_in_slots(axis):
     checkpoints = dict(
-        checkpoint_lens=torch.zeros(4, N).int()[::2].T,
-        checkpoint_indices=torch.full((N, 2), -1),
+        checkpoint_lens=torch.zeros(4, N).int()[::2].T, checkpoint_indices=torch.full((N, 2), -1)
     )
     state = torch.randn(P, 2 * HV, D, D)[:, ::2]
     call = prompts(axis=axis) | dict(state=state) | checkpoints

@@ -881,11 +881,7 @@ def test_every_part_is_added_to_one_file(tmp_path):
     assert [cell["label"] for cell in content["cells"]] == [cell.label for cell in DECODES[:3]]
     assert [cell["run"] for cell in content["cells"]] == [0, 1, 1]
     asked = [list(cell["peers"]) for cell in content["cells"]]
-    assert asked == [
-        ["a"],
-        ["b", "a"],
-        ["b", "a"],
-    ]  # by default the installed ones
+    assert asked == [["a"], ["b", "a"], ["b", "a"]]  # by default the installed ones
     assert [one["peers"] for one in content["runs"]] == [dict(a=version), dict(b=None, a=version)]
     assert [one["host_us_of"] for one in content["runs"]] == [
         DECODES[0].label,

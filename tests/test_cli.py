@@ -23,18 +23,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import gated_delta
-from gated_delta import (
-    api,
-    bench,
-    cli,
-    compile,
-    dispatch,
-    gpus,
-    pack,
-    reference,
-    results,
-    testing,
-)
+from gated_delta import api, bench, cli, compile, dispatch, gpus, pack, reference, results, testing
 from gated_delta.cli import SWITCHES, app
 from gated_delta.ops import OPERATIONS
 from gated_delta.options import LEVEL
@@ -123,6 +112,7 @@ def test_check_leaves_fp32_inputs_to_the_reference_backend(tmp_path):
     result = run("check", "--backend", "cute", "--op", "decode", "--quick", "--device", "cpu")
     assert result.exit_code == 1
     assert "got fp32" not in result.stdout
+    assert "nan" not in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -250,12 +240,14 @@ def test_info_names_kernels_of_another_compiler(monkeypatch, tmp_path):
 
 def test_info_says_why_nothing_can_be_compiled(monkeypatch):
     monkeypatch.delenv("GATED_DELTA_JIT", raising=False)
-    for package, reason in (
-        (None, "compiling needs nvidia-cutlass-dsl: pip install"),
-        ("4.8.1", "CC: expected a C compiler to link kernels with, got 'no-such-cc'"),
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+    for package, linker, reason in (
+        (None, "cc", "compiling needs nvidia-cutlass-dsl: pip install"),
+        ("4.8.1", "no-such-cc", "CC: expected a C compiler to link kernels with, got 'no-such-cc'"),
+        ("4.8.1", sys.executable, "GATED_DELTA_CACHE_DIR: expected a directory to write to"),
     ):
         monkeypatch.setattr(compile, "installed", lambda name, version=package: version)
-        monkeypatch.setenv("CC", "no-such-cc")
+        monkeypatch.setenv("CC", linker)
         shown = " ".join(run("info").stdout.split())
         assert f"compiling is off: {reason}" in shown
 
@@ -585,11 +577,7 @@ def test_bad_paths_and_values_are_refused_in_one_line(tmp_path, command, word):
             "GATED_DELTA_SGLANG_KVBUFFER: expected 0 or 1, got 'on'",
         ),
         ("GATED_DELTA_SGLANG_RING", "2", "GATED_DELTA_SGLANG_RING: expected 0 or 1, got '2'"),
-        (
-            "GATED_DELTA_VLLM_KVBUFFER",
-            "",
-            "GATED_DELTA_VLLM_KVBUFFER: expected 0 or 1, got ''",
-        ),
+        ("GATED_DELTA_VLLM_KVBUFFER", "", "GATED_DELTA_VLLM_KVBUFFER: expected 0 or 1, got ''"),
         (
             "GATED_DELTA_LEVEL",
             "sm_89",

@@ -11,6 +11,8 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -577,6 +579,23 @@ def test_processes_may_compile_the_same_kernel_at_once(cache):
     assert list(file.parent.iterdir()) == [file]  # no lock and no partial file
 
 
+@needs_compiler
+def test_threads_may_compile_kernels_at_once(cache):
+    """The first calls of several threads; two of them compile the same kernel."""
+    archs = ("sm_90a", "sm_80", "sm_90a")
+    barrier = threading.Barrier(len(archs))
+
+    def build(arch):
+        barrier.wait()
+        return compile.build(flush_variant(arch), arch)
+
+    with ThreadPoolExecutor(len(archs)) as pool:
+        built = [*pool.map(build, archs)]
+    assert built[0] == built[2] != built[1]
+    assert sorted(set(built)) == files(cache)
+    assert all(map(compile._whole, built))
+
+
 def test_the_page_of_packs_states_the_number_of_kernels():
     page = (Path(__file__).parents[1] / "docs/packs.md").read_text()
     assert re.findall(r"(\d+) kernels", page) == [str(len(dispatch.shipped()))]
@@ -750,6 +769,7 @@ def test_a_level_file_serves_a_gpu_without_its_own(cache, monkeypatch):
     assert callable(compile.load(variant, gpu))
     assert files(cache) == [file]
     whole, end = file.read_bytes(), -compile._DIGEST - 100
+    file.unlink()  # this process has the old one mapped
     file.write_bytes(whole[:end] + bytes([whole[end] ^ 1]) + whole[end + 1 :])
     monkeypatch.setattr(compile, "_loaded", {})
     monkeypatch.setenv("GATED_DELTA_JIT", "0")

@@ -59,7 +59,7 @@ BUFFER = gd.KVBuffer.empty(N, 4, H, HV, K, V)
         ),
         (dict(conv=gd.ShortConv(zeros(C + 1, 4))), ValueError, r"conv.weight: .* got \[81, 4\]"),
         (dict(conv=gd.ShortConv(zeros(C, 4), zeros(3))), ValueError, "conv.bias: expected shape"),
-        (dict(windows=zeros(P, C, 4)), ValueError, r"windows: expected shape \[P, C, kept\]"),
+        (dict(windows=zeros(P, C, 4)), ValueError, r"windows: expected shape \[P, C, 3\]"),
         (dict(windows=zeros(P - 1, C, 3)), ValueError, r"windows: expected shape"),
         (dict(windows=zeros(P, C, 3, dtype=BF16)), TypeError, "windows: expected dtype"),
         (dict(windows=zeros(P, C, 1).expand(-1, -1, 3)), ValueError, "memory of its own"),
@@ -70,11 +70,7 @@ BUFFER = gd.KVBuffer.empty(N, 4, H, HV, K, V)
             ValueError,
             "apart",
         ),
-        (
-            shared_weight,
-            ValueError,
-            "windows: .*apart .* conv.weight",
-        ),
+        (shared_weight, ValueError, "windows: .*apart .* conv.weight"),
         (dict(state_indices=torch.tensor([[4], [0], [1]])), ValueError, r"\[N\] with conv"),
         (
             dict(intermediate_states=zeros(N, 1, HV, V, K)),

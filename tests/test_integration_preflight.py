@@ -119,12 +119,7 @@ def case_sizes(case):
             Sizes("GDN", 7, 4, 8, 64, 128),
             FP32,
         ),
-        (
-            "vllm",
-            KIMI_LINEAR,
-            Sizes("KDA", 3, 24, 24, 128, 128),
-            FP32,
-        ),
+        ("vllm", KIMI_LINEAR, Sizes("KDA", 3, 24, 24, 128, 128), FP32),
         (
             "vllm",
             dict(
@@ -138,12 +133,7 @@ def case_sizes(case):
             Sizes("KDA", 2, 4, 4, 64, 64, -5.0),
             FP32,
         ),
-        (
-            "sglang",
-            LING,
-            Sizes("KDA", 7, 4, 4, 64, 64, -4.0),
-            FP32,
-        ),
+        ("sglang", LING, Sizes("KDA", 7, 4, 4, 64, 64, -4.0), FP32),
     ],
 )
 @pytest.mark.usefixtures("compiled")
@@ -445,6 +435,10 @@ def test_kernels_to_be_compiled_are_counted(plan, monkeypatch, tmp_path):
     assert mode.ours
     assert mode.reason.startswith(f"its start compiles {len(mode.unbuilt)} kernels; ")
     assert all(label.startswith("decode axis=head K=64 V=128 ") for label in mode.unbuilt)
+    monkeypatch.setenv("CC", "no-such-cc")
+    (mode,) = plan("sglang", NEXT, modes=("decode",)).modes
+    assert not mode.ours
+    assert mode.reason.startswith(f"its start cannot compile {len(mode.unbuilt)} kernels: CC: ")
 
 
 def test_a_release_that_is_not_served(check, monkeypatch):

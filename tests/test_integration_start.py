@@ -112,12 +112,7 @@ def test_calls_of_a_layer_of_sglang(kind, scratch):
 @pytest.mark.parametrize("states", ["fp32", "as the inputs"])
 @pytest.mark.parametrize(
     ("scratch", "switches"),
-    [
-        ("states", ""),
-        ("buffer", ""),
-        ("states", "--ring"),
-        ("buffer", "--trees"),
-    ],
+    [("states", ""), ("buffer", ""), ("states", "--ring"), ("buffer", "--trees")],
 )
 @pytest.mark.parametrize(
     ("kind", "D", "dtype", "options"),

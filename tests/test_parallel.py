@@ -401,3 +401,10 @@ def test_bad_summaries_are_refused(changes, error, text):
         gd.summarise(**tokens | dict(cu_seqlens=torch.tensor([0, 13, 20])) | changes)
     route = gd.explain("summarise", **tokens)
     assert (route.backend, route.kernel) == ("reference", "reference.summarise")
+
+
+def test_the_benchmark_without_torchrun_is_refused_in_a_line(monkeypatch, capsys):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises(SystemExit, match=r"^2$"):
+        benchmark.main()
+    assert "torchrun --nproc-per-node" in capsys.readouterr().err

@@ -11,14 +11,7 @@ from gated_delta.kernels.prefill import arguments
 from gated_delta.ops import PREFILL, prefill_schedule
 from gated_delta.ops.prefill import scanned_segments
 from gated_delta.ops.prefill_kinds import GRID, SEGMENTS, TILES
-from gated_delta.ops.prefill_schedule import (
-    KINDS,
-    RULES,
-    Call,
-    longest_of,
-    rule_of,
-    schedule_of,
-)
+from gated_delta.ops.prefill_schedule import KINDS, RULES, Call, longest_of, rule_of, schedule_of
 from gated_delta.problem import Problem
 from gpu import scheduled, scheduled_by
 

@@ -606,7 +606,7 @@ BAD = {
             ),
         ],
         "verify": [
-            (dict(buffer_indices=ints(0, N)), f"buffer_indices: expected indices below {N}"),
+            (dict(buffer_indices=ints(0, N)), f"buffer_indices: expected indices below {N}")
         ],
         "flush": [
             (dict(state_indices=ints(0, P)), "state_indices: expected indices below"),
@@ -618,7 +618,7 @@ BAD = {
         "decode": [
             (dict(backend="cute"), "cute.*cannot run decode"),
             (dict(q=torch.zeros(N, T, H, K, requires_grad=True)), "q requires grad.*no backward"),
-        ],
+        ]
     },
 }
 WRITTEN = torch.zeros(N, T, HV, V)

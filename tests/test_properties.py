@@ -238,7 +238,7 @@ def test_flush_then_decode_the_rest_is_decode(problem, accepted):
     starts = t.cu_seqlens[:-1].tolist()
     rest = [s + i for s, m, n in zip(starts, flushed, lengths) for i in range(m, n)]
     tail = t.map(lambda x: x[:, rest])._replace(
-        cu_seqlens=torch.tensor([0, *(n - m for m, n in zip(flushed, lengths))]).cumsum(0),
+        cu_seqlens=torch.tensor([0, *(n - m for m, n in zip(flushed, lengths))]).cumsum(0)
     )
     gd.decode(**tail._asdict(), state=state, state_indices=slots, backend="reference")
     close(state, whole)
@@ -258,7 +258,7 @@ def test_prefill_splits_anywhere(problem, cut):
         rows = [s + i for s, m, n in zip(starts, firsts, lengths) for i in part(m, n)]
         counts = [len(part(m, n)) for m, n in zip(firsts, lengths)]
         piece = t.map(lambda x: x[:, rows])._replace(
-            cu_seqlens=torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32),
+            cu_seqlens=torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         )
         got[:, rows], state = gd.prefill(
             **piece._asdict(), initial_state=state, output_final_state=True, backend="reference"

@@ -11,22 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import gated_delta as gd
-from calls import (
-    HV,
-    H,
-    K,
-    N,
-    T,
-    V,
-    buffer,
-    call,
-    normed,
-    pool,
-    rollout,
-    tokens,
-    verified,
-    writable,
-)
+from calls import HV, H, K, N, T, V, buffer, call, normed, pool, rollout, tokens, verified, writable
 from gated_delta import reference
 from gated_delta.problem import Tokens
 from gated_delta.testing import quick_cases, run_case

@@ -50,7 +50,7 @@ def refused(changes, error, message, **options):
         (dict(q=zeros(2, T, H, K)), ValueError, "packed tokens"),
         (dict(conv=gd.ShortConv(zeros(C + 1, 4))), ValueError, r"conv.weight: .* got \[49, 4\]"),
         (dict(conv=gd.ShortConv(zeros(C, 4), zeros(3))), ValueError, "conv.bias: expected shape"),
-        (dict(windows=zeros(9, C, 4)), ValueError, r"windows: expected shape \[P, C, kept\]"),
+        (dict(windows=zeros(9, C, 4)), ValueError, r"windows: expected shape \[P, C, 3\]"),
         (dict(windows=zeros(9, C, 3, dtype=BF16)), TypeError, "windows: expected dtype"),
         (dict(windows=zeros(9, C, 1).expand(-1, -1, 3)), ValueError, "memory of its own"),
         (dict(windows=zeros(1, C, 3), state_indices=None), ValueError, "windows: expected P >= N"),

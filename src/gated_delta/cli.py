@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import os
 import platform
 import random
@@ -84,6 +83,7 @@ from .results import (
 if TYPE_CHECKING:
     from .preflight import Plan
     from .testing import AnyCase
+    from .testing.cases import Case
 
 
 SWITCHES = {
@@ -196,7 +196,7 @@ def info() -> None:
         table.add_row("cuda", "no device")
     table.add_row("backend reference", "available: PyTorch, any device, every operation")
     needs = kernels.missing_packages()
-    supported = "all four operations on compute capability 8.0 and newer; measured on 9.0"
+    supported = "every operation on compute capability 8.0 and newer; measured on 9.0"
     table.add_row("backend cute", f"needs {', '.join(needs)}" if needs else supported)
     by_version = Counter(file.parent.name for file in kernels.directory().glob("*/*.so"))
     counts = [f"{by_version.total()} kernels"]
@@ -219,7 +219,7 @@ def _compiling() -> str:
     if not kernels.may_compile():
         return "off (GATED_DELTA_JIT=0)"
     try:
-        kernels.check_tools()
+        kernels.check_can_build()
     except UnsupportedProblem as problem:
         return f"off: {one_line(problem)}"
     return "on"
@@ -409,8 +409,7 @@ def check(
 ) -> None:
     """Compare a backend with the recurrence in float64, on the list of cases.
 
-    With --engine: what that engine runs on gated_delta for a model on a GPU, and its kernels
-    compared if that GPU is here.
+    With --engine: say what a model's engine runs on gated_delta; compare its kernels on a GPU here.
     """
     report = Report("check", as_json, file)
     where = _device(device)
@@ -491,8 +490,8 @@ def _show_verdicts(report: Report, records: Sequence[Mapping[str, Any]], title: 
             statuses = Counter(record["status"] for record in of_op)
             counts = [str(statuses[status]) for status in ("passed", "failed", "unsupported")]
             shares = [e["share"] for record in of_op for e in record["errors"].values()]
-            worst = max(shares, default=math.nan)
-            table.add_row(name.value, str(len(of_op)), *counts, f"{worst:.2f}")
+            worst = f"{max(shares):.2f}" if shares else "-"
+            table.add_row(name.value, str(len(of_op)), *counts, worst)
     if records:
         report.show(table)
     for record in records:
@@ -518,7 +517,7 @@ def _line(card: str, records: Sequence[Mapping[str, Any]]) -> str:
     cases = ", ".join(f"{counts[x]} {x}" for x in ("passed", "failed", "unsupported"))
     ours = sum(record["backend"] == "cute" for record in records)
     shares = [e["share"] for record in records for e in record["errors"].values()]
-    worst = f"errors at most {max(shares, default=math.nan):.2f} of their limits"
+    worst = f"errors at most {max(shares):.2f} of their limits" if shares else "no errors to judge"
     return f"{card}; {', '.join(packages)}: {cases}, {ours} by the kernels, {worst}"
 
 
@@ -625,24 +624,7 @@ def bench(
         for T in lengths
     ]
     for case in chosen:
-        if timing.least_memory(case) > (room := timing.memory(where)):
-            asked = f"N={len(case.lengths):,} T={case.lengths[0]:,} heads {heads} dim {dim}"
-            raise typer.BadParameter(
-                f"{asked} takes more than the {room / 2**30:.0f} GiB of {where}",
-                param_hint="--batch",
-            )
-        try:
-            for problem in case.problems:
-                select(
-                    OPERATIONS[problem.op],
-                    problem,
-                    where,
-                    backend.value,
-                    len(case.lengths),
-                    sum(case.lengths),
-                )
-        except UnsupportedProblem as problem:
-            raise typer.BadParameter(one_line(problem), param_hint="--backend") from None
+        _refuse_unfit(case, backend.value, where)
     report = Report("bench", as_json, file)
     records: list[dict[str, Any]] = []
     with (
@@ -660,6 +642,23 @@ def bench(
     if timed := [record for record in records if record["status"] == "timed"]:
         report.show(timing.table(op.value, timed))
     report.leave(len(records) > len(timed))
+
+
+def _refuse_unfit(case: Case, backend: str, device: torch.device) -> None:
+    """Raises BadParameter if the device lacks memory for the case, or the backend its kernels."""
+    from . import bench as timing
+
+    N, total = len(case.lengths), sum(case.lengths)
+    if timing.least_memory(case) > (room := timing.memory(device)):
+        heads = "/".join(map(str, case.heads))
+        asked = f"N={N:,} T={case.lengths[0]:,} heads {heads} dim {case.D}"
+        reason = f"{asked} takes more than the {room / 2**30:.0f} GiB of {device}"
+        raise typer.BadParameter(reason, param_hint="--batch")
+    try:
+        for problem in case.problems:
+            select(OPERATIONS[problem.op], problem, device, backend, N, total)
+    except UnsupportedProblem as problem:
+        raise typer.BadParameter(one_line(problem), param_hint="--backend") from None
 
 
 @app.command()
@@ -694,3 +693,7 @@ def demo(
     except (ImportError, UnsupportedProblem) as problem:
         raise Refusal(one_line(problem)) from None
     report.leave(not passed)
+
+
+if __name__ == "__main__":
+    app()

@@ -25,6 +25,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import tokenize
 import warnings
 import zlib
@@ -41,6 +42,7 @@ COMPILER, RUNTIME = "nvidia-cutlass-dsl", "apache-tvm-ffi"
 _SYMBOL = "gated_delta_kernel"
 _DIGEST = hashlib.sha256().digest_size
 _STARTED_IN = Path.cwd()  # a relative GATED_DELTA_CACHE_DIR outlives chdir
+_COMPILER_LOCK = threading.Lock()  # the compiler, and levels.current(), serve one thread at a time
 
 
 @dataclass(frozen=True)
@@ -276,6 +278,16 @@ def check_tools() -> None:
     _linker()
 
 
+def check_can_build() -> None:
+    """Raise UnsupportedProblem unless a kernel can be compiled into `directory()`."""
+    check_tools()
+    path = directory()
+    existing = next(x for x in (path, *path.parents) if x.exists())
+    if not os.access(existing, os.W_OK):
+        expected = "expected a directory to write to"
+        raise UnsupportedProblem(f"GATED_DELTA_CACHE_DIR: {expected}, got {str(path)!r}")
+
+
 def scratch_prefix(process: int | None) -> str:
     """Prefix of a process's scratch directories. A killed process leaves them behind."""
     return f"scratch-{process}-"
@@ -325,7 +337,7 @@ _loaded: dict[tuple[Variant, str, int, str], Callable[..., None]] = {}
 
 
 def build(variant: Variant, arch: str) -> Path:
-    """Compile the variant to its file and return the path. Concurrent processes compile it once.
+    """Compile the variant to its file and return the path. Processes and threads compile it once.
 
     Raises UnsupportedProblem without a compiler or linker, RuntimeError if linking fails, OSError
     if the file cannot be written.
@@ -341,7 +353,8 @@ def build(variant: Variant, arch: str) -> Path:
                 with tempfile.TemporaryDirectory(
                     dir=file.parent, prefix=scratch_prefix(os.getpid())
                 ) as scratch:
-                    kernel, ptx = _compile(variant, arch, Path(scratch))
+                    with _COMPILER_LOCK:
+                        kernel, ptx = _compile(variant, arch, Path(scratch))
                     linked = _link(kernel)
                     linked.write_bytes(_sealed(linked.read_bytes() + _with_ptx(ptx), file))
                     os.replace(linked, file)  # atomic: no reader sees half a file

@@ -467,8 +467,13 @@ def _look_for_kernels(mode: Mode, served: list[load.Call], gpu: Gpu | torch.devi
             mode.unbuilt = error.missing
     else:
         mode.unbuilt, command = load.unbuilt(mode.calls, gpu, served)
-        if mode.unbuilt:
-            mode.reason = f"its start compiles {len(mode.unbuilt)} kernels; {command}"
+        if not mode.unbuilt:
+            return
+        mode.reason = f"its start compiles {len(mode.unbuilt)} kernels; {command}"
+        try:
+            compile.check_can_build()
+        except UnsupportedProblem as error:
+            mode.leave(f"its start cannot compile {len(mode.unbuilt)} kernels: {error.message}")
 
 
 def _sglang(asked: Asked, model: Model) -> tuple[list[Mode], dict[str, int]]:

@@ -393,11 +393,13 @@ class Problem:
     """Tokens of a segment, of a prefill with deterministic=L."""
     options: frozenset[str] = frozenset()
     """Optional parts of the call: each index tensor, with its dtype (cu_seqlens_i32,
-    state_indices_i64, ...), and pool, token_slots, has_initial_state, initial_state, final_state,
-    checkpoints, intermediates, no_update, layers, norm, fp8, deterministic, allow_neg_eigval.
+    buffer_lens_i64, ...), and pool, token_slots, has_initial_state, initial_state, final_state,
+    checkpoints, intermediates, no_update, layers, buffer, norm, fp8, deterministic,
+    allow_neg_eigval. Of a convolution: conv, conv_bias, conv_weight_bf16 and other dtypes; of
+    short_conv: unactivated.
     Also rows that 16-byte accesses cannot read: unaligned_qk, of q or k; scattered_rows, V rows of
-    a state, which must be contiguous too; unaligned_buffer, of a buffer's k; unaligned_values, of v
-    or out, or of KDA's g, in a prefill."""
+    a state, which must be contiguous too; unaligned_buffer, of a buffer's k; unaligned_weight, of a
+    convolution's; unaligned_values, of v or out, or of KDA's g, in a prefill."""
 
     def facts(self, *names: str) -> dict[str, Any]:
         """These fields, with dtypes as in SHORT: compile-time constants of a kernel."""
@@ -562,11 +564,8 @@ def _names(dims: str) -> tuple[str, ...]:
 class _Sizes(dict[str, int]):
     """Sizes by name: the first tensor with a dimension sets its size, later ones must agree.
 
-    The name "1" is the size 1.
+    A name that is a number is that size.
     """
-
-    def __init__(self) -> None:
-        super().__init__({"1": 1})
 
     def bind(self, name: str, x: Tensor, dims: str) -> None:
         names, shape = _names(dims), list(x.shape)
@@ -576,7 +575,7 @@ class _Sizes(dict[str, int]):
                 f"{name}: expected {len(names)} dimensions {listed}, got shape {shape}"
             )
         for dim, size in zip(names, shape, strict=True):
-            if self.setdefault(dim, size) != size:
+            if self.setdefault(dim, int(dim) if dim.isdigit() else size) != size:
                 wanted = ", ".join(str(self.get(dim, dim)) for dim in names)
                 raise ValueError(f"{name}: expected shape {listed} = [{wanted}], got {shape}")
 
@@ -686,11 +685,11 @@ class Checker:
     def convolution(self, a: Any, weight: Tensor, bias: Tensor | None) -> None:
         """Check a ShortConv of q, k and v, whose heads are checked, and its windows."""
         H, HV, K, V = (self.sizes[name] for name in ("H", "HV", "K", "V"))
-        self.sizes["C"], self.sizes["taps"], self.sizes["kept"] = 2 * H * K + HV * V, TAPS, TAPS - 1
-        self.tensor("conv.weight", weight, STATE_DTYPES, "C taps")
+        self.sizes["C"] = 2 * H * K + HV * V
+        self.tensor("conv.weight", weight, STATE_DTYPES, f"C {TAPS}")
         if bias is not None:
             self.tensor("conv.bias", bias, STATE_DTYPES, "C")
-        self.tensor("windows", a.windows, (a.q.dtype,), "P C kept")
+        self.tensor("windows", a.windows, (a.q.dtype,), f"P C {TAPS - 1}")
 
     def tokens(self, a: Any, query: str = "q") -> None:
         """Check q to cu_seqlens of a call with tokens, with gate, scale and flags.

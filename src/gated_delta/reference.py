@@ -24,16 +24,7 @@ from torch import Tensor
 
 from .exact_fp32 import exact_fp32
 from .fp8 import FP8_MAX, LEAST_AMAX
-from .problem import (
-    CHECKPOINT_INTERVAL,
-    FP8,
-    TAPS,
-    Gate,
-    GatedNorm,
-    KVBuffer,
-    ShortConv,
-    Tokens,
-)
+from .problem import CHECKPOINT_INTERVAL, FP8, TAPS, Gate, GatedNorm, KVBuffer, ShortConv, Tokens
 from .rows import (
     buffered_rows,
     check_log_decays,
@@ -392,6 +383,45 @@ def chunk_terms(x: Activated) -> ChunkTerms:
     )
 
 
+class SlabRows(NamedTuple):
+    """Rows of the tokens of a slab: `count` chunks of each of `live` sequences."""
+
+    rows: Tensor | slice
+    """[count * live * chunk]; 0 behind a sequence's end."""
+    valid: Tensor
+    """[count, live, chunk]: the sequence has this token."""
+    whole: bool
+    """All are valid."""
+
+    @staticmethod
+    def of(start: Tensor, length: Tensor, first: int, count: int, chunk: int) -> SlabRows:
+        """start, length [live]: of the sequences; first: number of the slab's first chunk."""
+        position = torch.arange(first * chunk, (first + count) * chunk, device=start.device)
+        position = position.view(count, 1, chunk)
+        valid = position < length[:, None]
+        whole = bool(valid.all())
+        if whole and len(start) == 1:
+            # One sequence's whole chunks are adjacent: a view instead of a gather.
+            begin = int(start) + first * chunk
+            return SlabRows(slice(begin, begin + count * chunk), valid, whole)
+        return SlabRows(torch.where(valid, start[:, None] + position, 0).flatten(), valid, whole)
+
+    def activated(self, tokens: Tokens, dtype: torch.dtype) -> Activated:
+        """The slab's tokens, [count, live, chunk, ...]; zeros where not valid."""
+        x = activate(tokens.map(itemgetter(self.rows)), dtype)
+        if not self.whole:
+            missing = ~self.valid.flatten()
+            x = Activated(*(y.masked_fill(missing.view(-1, *[1] * (y.ndim - 1)), 0) for y in x))
+        return Activated(*(y.unflatten(0, self.valid.shape) for y in x))
+
+    def store(self, outputs: Tensor, o: Tensor) -> None:
+        """Writes outputs [count, live, chunk, HV, V] to the valid rows of o [tokens, HV, V]."""
+        if isinstance(self.rows, slice):
+            o[self.rows].unflatten(0, self.valid.shape).copy_(outputs)
+        else:
+            o[self.rows[self.valid.flatten()]] = outputs[self.valid].to(o.dtype)
+
+
 def chunked(
     tokens: Tokens,
     starts: Sequence[int],
@@ -431,18 +461,8 @@ def chunked(
     while first < chunks:
         live = sum(lengths[n] > first * chunk for n in order)
         count = min(chunks - first, max(1, slab // (live * chunk * HV * K)))
-        position = torch.arange(first * chunk, (first + count) * chunk, device=device)
-        position = position.view(count, 1, chunk)
-        valid = position < length[:live, None]
-        index = torch.where(valid, start[:live, None] + position, 0).flatten()
-        whole = bool(valid.all())
-        # One sequence's whole chunks are adjacent: a view instead of a gather.
-        begin = starts[order[0]] + first * chunk
-        rows = slice(begin, begin + count * chunk) if whole and live == 1 else index
-        x = activate(tokens.map(itemgetter(rows)), state.dtype)
-        if not whole:
-            x = Activated(*(y.masked_fill(~valid.view(-1, *[1] * (y.ndim - 1)), 0) for y in x))
-        x = Activated(*(y.unflatten(0, (count, live, chunk)) for y in x))
+        rows = SlabRows.of(start[:live], length[:live], first, count, chunk)
+        x = rows.activated(tokens, state.dtype)
         by_chunk = zip(*(y.unflatten(0, (count, -1)) for y in chunk_terms(x)), strict=True)
         values = x.v.transpose(2, 3)
         now = ordered[: live * HV]
@@ -453,11 +473,7 @@ def chunked(
             terms.advance(u, now)
             for i, destination in stores.get(first + c + 1, ()):
                 destination.copy_(rounded(now[i * HV : (i + 1) * HV], destination.dtype))
-        outputs = outputs.transpose(2, 3)
-        if isinstance(rows, slice):
-            o[rows].unflatten(0, (count, live, chunk)).copy_(outputs)
-        else:
-            o[index[valid.flatten()]] = outputs[valid].to(o.dtype)
+        rows.store(outputs.transpose(2, 3), o)
         first += count
     state[order] = ordered.unflatten(0, (-1, HV))
     return state

@@ -89,11 +89,7 @@ PACKED = [
     for op in ("decode", "verify")
     for case in cases(op, 1, layout=("packed",), D=(64,), axis=("head",))
 ]
-CASES = [
-    SINGLE,
-    *PACKED,
-    *cases("verify", 1, D=(128,), axis=("channel",), dtype=(torch.float16,)),
-]
+CASES = [SINGLE, *PACKED, *cases("verify", 1, D=(128,), axis=("channel",), dtype=(torch.float16,))]
 SIZES = [(0, None), (20, None), (-20, None), (0, 0.03)]
 """Of the norm's weight, as powers of two, each with the scale that is given."""
 

@@ -69,10 +69,7 @@ BUFFERED_CASES = [
 
 @pytest.mark.parametrize(
     "case",
-    [
-        *(case for op in ("decode", "verify", "flush") for case in sample(op, 6)),
-        *BUFFERED_CASES,
-    ],
+    [*(case for op in ("decode", "verify", "flush") for case in sample(op, 6)), *BUFFERED_CASES],
     ids=str,
 )
 def test_the_case_list_passes(case, kernels):

@@ -40,15 +40,7 @@ from torch import Tensor
 from ..api import decode, prefill
 from ..problem import INPUT_DTYPES, MAX_DRAFT, Gate, Tokens, absent
 from ..reference import log_decay
-from .checks import (
-    floating,
-    gate_of,
-    longest,
-    rank,
-    refuse,
-    safe_bound,
-    sequences,
-)
+from .checks import floating, gate_of, longest, rank, refuse, safe_bound, sequences
 
 __all__ = [
     "chunk_gated_delta_rule",
@@ -237,11 +229,7 @@ def _run(
     N = q.shape[0] if tokens.cu_seqlens is None else sequences(tokens.cu_seqlens, q.device)
     HV, K, V = v.shape[2], q.shape[3], v.shape[3]
     if initial_state is not None:
-        dims, want = ("V, K", [N, HV, V, K]) if v_first else ("K, V", [N, HV, K, V])
-        if list(floating("initial_state", initial_state).shape) != want:
-            got = f"got {list(initial_state.shape)} with state_v_first={v_first}"
-            raise ValueError(f"initial_state: expected shape [N, HV, {dims}] = {want}, {got}")
-        initial_state = (initial_state if v_first else initial_state.mT).float().contiguous()
+        initial_state = _state(initial_state, (N, HV, V, K), v_first)
     final_state: Tensor | None
     if step and tokens.cu_seqlens is None and 1 <= q.shape[1] <= MAX_DRAFT:
         state = (
@@ -259,6 +247,16 @@ def _run(
             max_seqlen=max_seqlen,
         )
     return o.to(o_dtype), final_state if final_state is None or v_first else final_state.mT
+
+
+def _state(x: Tensor, shape: tuple[int, int, int, int], v_first: bool) -> Tensor:
+    """initial_state as fp32 [N, HV, V, K], from that layout or FLA's [N, HV, K, V]."""
+    N, HV, V, K = shape
+    dims, want = ("V, K", [N, HV, V, K]) if v_first else ("K, V", [N, HV, K, V])
+    if list(floating("initial_state", x).shape) != want:
+        got = f"got {list(x.shape)} with state_v_first={v_first}"
+        raise ValueError(f"initial_state: expected shape [N, HV, {dims}] = {want}, {got}")
+    return (x if v_first else x.mT).float().contiguous()
 
 
 def _fits_graph(

@@ -372,16 +372,12 @@ def recurrent_kda(
     )  # fmt: skip
     if disable_state_update:
         _refuse_updates(output_final_state, num_accepted_tokens)
-        pool = initial_state if initial_state_source is None else initial_state_source
-        slots = ssm_state_indices if initial_state_indices is None else initial_state_indices
-        if pool is None:
-            raise ValueError(
-                "initial_state: expected a pool with disable_state_update=True, got None"
-            )
-        if slots is not None:
-            name = "ssm_state_indices" if initial_state_indices is None else "initial_state_indices"
-            sequence_slots(name, slots, N, q.device)
-        return _decode(output, **tokens, state=pool, state_indices=slots, update_state=False), None
+        if initial_state_source is not None:
+            initial_state = initial_state_source
+        indices = dict(
+            initial_state_indices=initial_state_indices, ssm_state_indices=ssm_state_indices
+        )
+        return _decode(output, **tokens, **_read_only(initial_state, indices, N, q.device)), None
 
     steps = _steps(q, N, cu_seqlens, ssm_state_indices, num_spec_tokens)
     if num_spec_tokens is None:
@@ -524,6 +520,18 @@ def _refuse_updates(output_final_state: bool, num_accepted_tokens: Tensor | None
     ):
         if on:
             raise ValueError(f"{name}: expected none with disable_state_update=True, got a value")
+
+
+def _read_only(
+    pool: Tensor | None, indices: dict[str, Tensor | None], N: int, device: torch.device
+) -> dict[str, Any]:
+    """decode's arguments that read the pool at the first indices given, and write no state."""
+    if pool is None:
+        raise ValueError("initial_state: expected a pool with disable_state_update=True, got None")
+    name, slots = next(((k, x) for k, x in indices.items() if x is not None), ("", None))
+    if slots is not None:
+        sequence_slots(name, slots, N, device)
+    return dict(state=pool, state_indices=slots, update_state=False)
 
 
 def _from_source(

@@ -1,4 +1,4 @@
-"""Host code of all four operations: how an operation describes itself, and how a call is launched.
+"""Host code of all operations: how an operation describes itself, and how a call is launched.
 
 A `Launch` holds what depends on shapes, strides and dtypes alone; a call adds the addresses.
 """
@@ -81,7 +81,7 @@ def _refuse() -> None:
 
 
 class Operation(ABC):
-    """One of the four operations, as the API, packs and torch.library see it.
+    """An operation, as the API, packs and torch.library see it.
 
     `arguments`, a NamedTuple, is the one definition of a call's arguments and their order: the
     tensors first (None if absent), then the other values, the backend last. `pointers` is the

@@ -348,6 +348,57 @@ def _final_dtype(a: Arguments) -> torch.dtype:
     return torch.float32 if a.initial_state is None else a.initial_state.dtype
 
 
+def workspace_and_sizes(
+    problem: Problem, plan: Plan, a: Any
+) -> tuple[WorkspaceShape, PrefillSizes]:
+    """What a launch lays its workspace out by, and the sizes that its kernels get."""
+    channel, packed = a.g.ndim == 4, a.cu_seqlens is not None
+    N, H, HV, sms = tokens_of(a).num_sequences, a.q.shape[2], a.v.shape[2], plan.gpu.sms
+    total, T = (a.q.shape[1], 0) if packed else (0, a.q.shape[1])
+    # At least N: prepare, where it ranks the sequences, has a CTA for each.
+    chunk_slots = max(-(-total // CHUNK) + N - 1 if packed else N * -(-T // CHUNK), N, 1)
+    kind = plan.schedule.kind
+    grid = Grid.of(problem, N, total, T, sms) if kind.on_grid else NO_GRID
+    segments = grid.slots(N, total, T) if kind.on_grid else plan.schedule.segments
+    # CTAs that all run at once need no order, and a scan without one starts early.
+    ranked = packed and not kind.on_grid and N * HV * segments * (problem.V // kind.rows) > sms
+    shape = WorkspaceShape(
+        N=N,
+        HV=HV,
+        chunk_slots=0 if kind.in_one_cta else chunk_slots,
+        tile_heads=0 if kind.raw else HV if channel else H,
+        channel=channel,
+        raw=kind.raw,
+        segments=segments,
+        whole_segments=grid.whole_segments,
+        has_windows=kind.has_windows(problem),
+        ranked=ranked,
+        queued=kind.is_queued(N * HV, sms),
+        overlapped=kind.overlapped,
+        summary=kind.summary,
+    )
+    heads = 1 if channel else prepare_heads(H, HV, chunk_slots, kind, sms)
+    whole = channel or not kind.overlapped or heads == HV // H
+    assert whole, f"overlapped: {heads} of {HV // H} value heads of a q/k head in an item"
+    sizes = PrefillSizes(
+        **token_sizes(PrefillSizes, a),
+        **norm_sizes(a),
+        N=N,
+        T=T,
+        total=total,
+        chunk_slots=chunk_slots,
+        H=H,
+        cta_heads=heads,
+        chunk_ctas=HV // heads,
+        segments=segments,
+        sms=sms,
+        scan_sms=min(N * HV, int(RAW_SHARE * sms)) if kind.raw and kind.overlapped else 0,
+        checkpoints_per_sequence=_checkpoints_of(a),
+        **grid._asdict(),
+    )
+    return shape, sizes
+
+
 class PrefillLaunch(TokensLaunch):
     """A launch of prefill for given shapes and strides."""
 
@@ -367,63 +418,16 @@ class PrefillLaunch(TokensLaunch):
         self.fp8 = "fp8" in problem.options
         sources |= dict(o="") if self.fp8 else dict(out="")
         super().__init__(operation, problem, plan, a, sources)
-        channel, packed = a.g.ndim == 4, a.cu_seqlens is not None
         states = ("initial_state", "state", "final_state", "checkpoints")
-        self.vectors = ("q", "k", "v", "z", *states, "out", *(("g",) if channel else ()))
+        self.vectors = ("q", "k", "v", "z", *states, "out", *(("g",) if a.g.ndim == 4 else ()))
         allocates = a.output_final_state and a.final_state is None
         self.final_shape = _final_shape(a) if allocates else None
         """Shape of the final state that a call allocates; None: it allocates none."""
         self.final_dtype = _final_dtype(a)
         self.final_at = None if a.final_state is None else self.given.index("final_state")
         """Position of final_state among the tensors."""
-        N, H, HV, sms = tokens_of(a).num_sequences, a.q.shape[2], a.v.shape[2], plan.gpu.sms
-        total, T = (a.q.shape[1], 0) if packed else (0, a.q.shape[1])
-        # At least N: prepare, where it ranks the sequences, has a CTA for each.
-        chunk_slots = max(-(-total // CHUNK) + N - 1 if packed else N * -(-T // CHUNK), N, 1)
-        kind = plan.schedule.kind
-        grid = Grid.of(problem, N, total, T, sms) if kind.on_grid else NO_GRID
-        segments = grid.slots(N, total, T) if kind.on_grid else plan.schedule.segments
-        self.workspace = lay_out_workspace(
-            WorkspaceShape(
-                N=N,
-                HV=HV,
-                chunk_slots=0 if kind.in_one_cta else chunk_slots,
-                tile_heads=0 if kind.raw else HV if channel else H,
-                channel=channel,
-                raw=kind.raw,
-                segments=segments,
-                whole_segments=grid.whole_segments,
-                has_windows=kind.has_windows(problem),
-                # CTAs that all run at once need no order, and a scan without one starts early.
-                ranked=packed
-                and not kind.on_grid
-                and N * HV * segments * (problem.V // kind.rows) > sms,
-                queued=kind.is_queued(N * HV, sms),
-                overlapped=kind.overlapped,
-                summary=kind.summary,
-            )
-        )
-        heads = 1 if channel else prepare_heads(H, HV, chunk_slots, kind, sms)
-        whole = channel or not kind.overlapped or heads == HV // H
-        assert whole, f"overlapped: {heads} of {HV // H} value heads of a q/k head in an item"
-        self.sizes = ready(
-            PrefillSizes(
-                **token_sizes(PrefillSizes, a),
-                **norm_sizes(a),
-                N=N,
-                T=T,
-                total=total,
-                chunk_slots=chunk_slots,
-                H=H,
-                cta_heads=heads,
-                chunk_ctas=HV // heads,
-                segments=segments,
-                sms=sms,
-                scan_sms=min(N * HV, int(RAW_SHARE * sms)) if kind.raw and kind.overlapped else 0,
-                checkpoints_per_sequence=_checkpoints_of(a),
-                **grid._asdict(),
-            )
-        )
+        shape, sizes = workspace_and_sizes(problem, plan, a)
+        self.workspace, self.sizes = lay_out_workspace(shape), ready(sizes)
 
     def pointers(self, given: Addresses) -> list[int]:
         return list(self.in_kernel_order(given)[:WORKSPACE])

@@ -11,13 +11,7 @@ from .. import compile, reference
 from ..gpus import H200, Gpu
 from ..kernels.arguments import ShortConvPointers, ShortConvSizes, ShortConvStrides
 from ..kernels.prefill.arguments import CHUNK
-from ..problem import (
-    SHORT,
-    Checker,
-    Problem,
-    ShortConv,
-    last_dim_contiguous,
-)
+from ..problem import SHORT, Checker, Problem, ShortConv, last_dim_contiguous
 from ..rows import short_conv_rows
 from .launch import Launch, Model, Operation, Plan, kinds_of, null_index, ready, strides_of
 

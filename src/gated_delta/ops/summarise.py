@@ -217,7 +217,7 @@ class ResumablePrefill(Prefill):
         plain = {"cu_seqlens", "state_indices", "pool", "allow_neg_eigval"}
         return super().needs(problem) | {
             "a pool of fp32 states, and nothing more": not options <= plain
-            or problem.state_dtype != torch.float32,
+            or problem.state_dtype != torch.float32
         }
 
     def schedule(self, call: Call) -> Schedule:

@@ -3,13 +3,4 @@
 from .cases import AnyCase, Case, cases, cases_like, listed, quick_cases
 from .check import Result, run_case
 
-__all__ = [
-    "AnyCase",
-    "Case",
-    "Result",
-    "cases",
-    "cases_like",
-    "listed",
-    "quick_cases",
-    "run_case",
-]
+__all__ = ["AnyCase", "Case", "Result", "cases", "cases_like", "listed", "quick_cases", "run_case"]

@@ -13,6 +13,7 @@ import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -58,13 +59,7 @@ LAYOUTS: dict[str, dict[str, frozenset[str]]] = {
             | {"checkpoint_lens_i32", "checkpoint_indices_i32"}
         ),
         "pool_and_checkpoints": frozenset(
-            {
-                "pool",
-                "state_indices_i32",
-                "has_initial_state",
-                "checkpoints",
-                "checkpoint_lens_i32",
-            },
+            {"pool", "state_indices_i32", "has_initial_state", "checkpoints", "checkpoint_lens_i32"}
         ),
     },
     "decode": {
@@ -397,29 +392,27 @@ def cases_like(problem: Problem, drafts: Problem | None = None) -> tuple[AnyCase
     """
     if problem.op == "short_conv":
         return conv_cases_like(problem)
-    op, tokens = problem.op, problem if problem.op != "flush" else drafts
+    tokens = problem if problem.op != "flush" else drafts
     given = {option.removesuffix("_i32").removesuffix("_i64") for option in problem.options}
-    facts = {
-        name: getattr(tokens, name)
-        for name in ("gate", "dtype", "g_dtype", "qk_l2norm", "beta_logits")
-        if tokens is not None
-    } or dict(
+    facts = dict[str, Any](
         gate="softplus",
         dtype=torch.bfloat16,
         g_dtype=torch.bfloat16,
         qk_l2norm=True,
         beta_logits=True,
     )
+    if tokens is not None:
+        facts = {name: getattr(tokens, name) for name in facts}
     H = min(problem.H, 2)
     case = Case(
-        op,
+        problem.op,
         problem.axis,
         problem.K,
         (H, H * (problem.HV // problem.H)),
         family="typical",
         keys="random",
         state_dtype=problem.state_dtype or torch.float32,
-        layout="pool",
+        layout=_layout_like(problem.op, given),
         lengths=(problem.T or 1,) * 3,
         null_index=0,
         seed=1,
@@ -430,23 +423,9 @@ def cases_like(problem: Problem, drafts: Problem | None = None) -> tuple[AnyCase
         allow_neg_eigval="allow_neg_eigval" in given,
         **facts,
     )
-    if op == "prefill":
-        layout = "pool_checkpoints" if "checkpoints" in given else "packed_pool"
+    if problem.op == "prefill":
         families = zip(PROMPTS, ("typical", "slow"), strict=True)
-        return tuple(replace(case, layout=layout, lengths=x, family=y) for x, y in families)
-    if op == "decode" and "token_slots" in given:
-        case = replace(case, layout="packed_slots" if "cu_seqlens" in given else "token_slots")
-    elif "parents" in given or "path" in given:
-        packed = "packed_tree" if "cu_seqlens" in given else "tree"
-        case = replace(case, layout="buffer_tree" if "buffer_lens" in given else packed)
-    elif "buffer_lens" in given:
-        case = replace(case, layout="packed_buffer" if "cu_seqlens" in given else "buffer")
-    elif op == "decode" and "conv" in given:
-        case = replace(case, layout="conv_rows" if "conv_weight_bf16" in given else "conv")
-    elif op == "decode" and "intermediates" in given:
-        case = replace(case, layout="frozen" if "no_update" in given else "intermediates")
-    elif op == "decode" and "cu_seqlens" in given:
-        case = replace(case, layout="packed")
+        return tuple(replace(case, lengths=x, family=y) for x, y in families)
     if case.packed:
         case = replace(case, lengths=(1, MAX_DRAFT, 0, 3))
     null_index = 0 if case.uses("state_indices") else -1
@@ -454,3 +433,23 @@ def cases_like(problem: Problem, drafts: Problem | None = None) -> tuple[AnyCase
         replace(case, family=family, seed=seed, null_index=null_index)
         for seed, family in enumerate(("typical", "slow"), 1)
     )
+
+
+def _layout_like(op: str, given: set[str]) -> str:
+    """The layout whose calls have these options of a problem; an index's dtype aside."""
+    if op == "prefill":
+        return "pool_checkpoints" if "checkpoints" in given else "packed_pool"
+    packed, decode = "cu_seqlens" in given, op == "decode"
+    if decode and "token_slots" in given:
+        return "packed_slots" if packed else "token_slots"
+    if "parents" in given or "path" in given:
+        if "buffer_lens" in given:
+            return "buffer_tree"
+        return "packed_tree" if packed else "tree"
+    if "buffer_lens" in given:
+        return "packed_buffer" if packed else "buffer"
+    if decode and "conv" in given:
+        return "conv_rows" if "conv_weight_bf16" in given else "conv"
+    if decode and "intermediates" in given:
+        return "frozen" if "no_update" in given else "intermediates"
+    return "packed" if decode and packed else "pool"

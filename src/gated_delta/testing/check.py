@@ -13,7 +13,7 @@ from .. import api
 from ..problem import CHECKPOINT_INTERVAL, KVBuffer
 from ..reference import gated_norm
 from . import short_conv
-from .cases import AnyCase
+from .cases import AnyCase, Case
 from .compare import Error, error, rounding_unit, same_bits, smallest_head, untouched
 from .inputs import Call, make
 from .oracle import (
@@ -176,23 +176,18 @@ def run_case(case: AnyCase, backend: str, device: torch.device | str = "cpu") ->
     if set(truth) != set(after):
         failures.append(f"tensors: expected {sorted(truth)}, got {sorted(after)}")
     errors = {}
-    above_1 = case.allow_neg_eigval or not case.beta_logits
-    keys = "reflecting" if case.keys == "collinear" and above_1 else case.keys
     for name in set(truth) & set(after):
-        want, x = truth[name], after[name]
-        head_dim = x.ndim - 3 if name in ("state", "checkpoints") else _HEAD_DIM[name]
+        # Its norm starts from its own outputs, so prefill's rounding has no part in it.
         op = "decode" if norm_alone and name == "o" else case.op
-        unit = rounding_unit(op, x.dtype, ran, keys)
-        baseline = plain[name]._replace(value=plain[name].value.to(x.dtype))
-        least = smallest_head(op, ran)
-        actual, plain_error = (error(y, want, head_dim, least) for y in (x, baseline.value))
-        errors[name] = (actual, plain_error, unit)
+        x, baseline = after[name], plain[name].value.to(after[name].dtype)
+        errors[name] = _errors(case, op, ran, name, (x, baseline), truth[name])
+        actual, plain_error, unit = errors[name]
         if not actual.share(plain_error, unit) <= 1:  # NaN fails
             failures.append(
                 f"{name}: error {actual}, plain implementation {plain_error}, unit {unit:.1e}"
             )
         unwritten = torch.zeros_like(x) if name not in before else before[name]
-        if not untouched(x, unwritten, want):
+        if not untouched(x, unwritten, truth[name]):
             zeros = "rows of no active sequence are not zero"
             failures.append(f"{name}: {zeros if name == 'o' else 'written where it must not be'}")
     if "initial_state" in before and not torch.equal(
@@ -200,6 +195,18 @@ def run_case(case: AnyCase, backend: str, device: torch.device | str = "cpu") ->
     ):
         failures.append("initial_state was written")
     return Result(case, errors, tuple(failures), time.monotonic() - began, ran)
+
+
+def _errors(
+    case: Case, op: str, ran: str, name: str, results: tuple[Tensor, Tensor], truth: Expected
+) -> tuple[Error, Error, float]:
+    """Errors of the backend's tensor and of the plain implementation's, and the rounding unit."""
+    above_1 = case.allow_neg_eigval or not case.beta_logits
+    keys = "reflecting" if case.keys == "collinear" and above_1 else case.keys
+    x, least = results[0], smallest_head(op, ran)
+    head_dim = x.ndim - 3 if name in ("state", "checkpoints") else _HEAD_DIM[name]
+    actual, plain = (error(y, truth, head_dim, least) for y in results)
+    return actual, plain, rounding_unit(op, x.dtype, ran, keys)
 
 
 def _rows(call: Call, indices: str) -> list[int]:

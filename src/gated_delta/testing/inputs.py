@@ -12,15 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..problem import (
-    CHECKPOINT_INTERVAL,
-    TAPS,
-    Gate,
-    GatedNorm,
-    KVBuffer,
-    ShortConv,
-    Tokens,
-)
+from ..problem import CHECKPOINT_INTERVAL, TAPS, Gate, GatedNorm, KVBuffer, ShortConv, Tokens
 from .cases import Case
 
 LAYERS = 3
@@ -140,48 +132,23 @@ def _raw_gate(
 def _tokens(
     case: Case, rng: torch.Generator, device: torch.device | str, inactive: int | None
 ) -> Tokens:
-    (H, HV), D, V, N = case.heads, case.D, case.V, len(case.lengths)
-    total = sum(case.lengths)
+    (H, HV), D, N, total = case.heads, case.D, len(case.lengths), sum(case.lengths)
     spare = 3 if case.packed else 0  # packed rows past the last sequence
     lead = (1, total + spare) if case.packed else (N, case.lengths[0])
-    q = torch.randn(*lead, H, D, generator=rng)
-    k = torch.randn(*lead, H, D, generator=rng)
-    if case.keys in NOISE_OF_KEYS:
-        k = torch.randn(1, 1, H, D, generator=rng) + NOISE_OF_KEYS[case.keys] * k
-    if not case.qk_l2norm:
-        q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
-    v = torch.randn(*lead, HV, V, generator=rng)
+    q, k = _queries_and_keys(case, (*lead, H, D), rng)
+    v = torch.randn(*lead, HV, case.V, generator=rng)
     g, A_log, dt_bias = _raw_gate(case, (*lead, HV) + ((D,) if case.axis == "channel" else ()), rng)
-    beta = torch.randn(*lead, HV, generator=rng) * 2 + (4 if case.keys == "collinear" else 0)
-    if not case.beta_logits:
-        beta = beta.sigmoid() * 2
-        edge = torch.rand(beta.shape, generator=rng)
-        beta = torch.where(
-            edge < 0.1,
-            0.0,
-            torch.where(edge > 0.9, 2.0, torch.where((edge > 0.4) & (edge < 0.5), 1.0, beta)),
-        )
+    beta = _betas(case, (*lead, HV), rng)
     if case.keys == "repeated":
         v[:, :, ::2] = v[:, :1, ::2].clone()
-        beta = (
-            torch.tensor(REPEATED_BETAS)[torch.arange(HV) % len(REPEATED_BETAS)]
-            .expand(beta.shape)
-            .clone()
-        )
-        beta = (beta / (1 + case.allow_neg_eigval)).logit() if case.beta_logits else beta
     if H > 1:
         k[:, -1:, 0] = 0  # a row of norm zero
-
-    dead = (
-        slice(total - case.lengths[inactive], total)
-        if inactive is not None and case.packed
-        else None
-    )
 
     def finished(x: Tensor, dtype: torch.dtype) -> Tensor:
         x = x.to(dtype)
         if inactive is not None:  # an inactive sequence must not affect any other
-            x[(slice(None), dead) if dead else (inactive,)] = math.nan
+            dead = slice(total - case.lengths[inactive], total)
+            x[(slice(None), dead) if case.packed else (inactive,)] = math.nan
         if spare:
             x[:, total:] = math.nan
         return x.to(device)
@@ -189,35 +156,59 @@ def _tokens(
     q, k, v = (finished(x, case.dtype) for x in (q, k, v))
     if case.layout == "fused_qkv":
         q, k, v = _fused(q, k, v)
-    gate = {
-        "log": lambda: Gate.log(),
-        "softplus": lambda: Gate.softplus(
-            A_log.to(device), dt_bias.to(device) if case.seed % 3 else None
-        ),
-        "lower_bound": lambda: Gate.lower_bound(
-            A_log.to(device), dt_bias.to(device, torch.bfloat16), -5.0 if case.seed % 2 else -3.0
-        ),
-    }[case.gate]()
     cu_seqlens = None
     if case.packed:
         ends = torch.tensor([0, *case.lengths]).cumsum(0)
         cu_seqlens = ends.to(
             device, torch.int32 if "cu_seqlens_i32" in case.options else torch.int64
         )
-    scale = None if case.seed % 5 else 0.25
     return Tokens(
         q,
         k,
         v,
         finished(g, case.g_dtype),
         finished(beta, case.dtype),
-        gate,
-        scale,
+        _gate(case, A_log.to(device), dt_bias.to(device)),
+        None if case.seed % 5 else 0.25,
         case.qk_l2norm,
         case.beta_logits,
         case.allow_neg_eigval,
         cu_seqlens,
     )
+
+
+def _queries_and_keys(
+    case: Case, shape: tuple[int, ...], rng: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """q and k in fp32: normalised where the call does not; keys of one direction if the case's."""
+    q, k = torch.randn(shape, generator=rng), torch.randn(shape, generator=rng)
+    if case.keys in NOISE_OF_KEYS:
+        k = torch.randn(1, 1, *shape[2:], generator=rng) + NOISE_OF_KEYS[case.keys] * k
+    return (q, k) if case.qk_l2norm else (F.normalize(q, dim=-1), F.normalize(k, dim=-1))
+
+
+def _betas(case: Case, shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
+    """beta or its logits in fp32; where the call has beta itself, also exactly 0, 1 and 2."""
+    beta = torch.randn(shape, generator=rng) * 2 + (4 if case.keys == "collinear" else 0)
+    if not case.beta_logits:
+        beta = beta.sigmoid() * 2
+        edge = torch.rand(shape, generator=rng)
+        beta = torch.where((edge > 0.4) & (edge < 0.5), 1.0, beta)
+        beta = torch.where(edge < 0.1, 0.0, torch.where(edge > 0.9, 2.0, beta))
+    if case.keys == "repeated":
+        by_head = torch.arange(shape[2]) % len(REPEATED_BETAS)
+        beta = torch.tensor(REPEATED_BETAS)[by_head].expand(shape).clone()
+        beta = (beta / (1 + case.allow_neg_eigval)).logit() if case.beta_logits else beta
+    return beta
+
+
+def _gate(case: Case, A_log: Tensor, dt_bias: Tensor) -> Gate:
+    if case.gate == "log":
+        return Gate.log()
+    if case.gate == "softplus":
+        return Gate.softplus(A_log, dt_bias if case.seed % 3 else None)
+    bound = -5.0 if case.seed % 2 else -3.0
+    return Gate.lower_bound(A_log, dt_bias.to(torch.bfloat16), bound)
 
 
 def _norm(call: Call, rng: torch.Generator, device: torch.device | str) -> None:
@@ -441,11 +432,7 @@ def _past_tokens(
 
 
 def _buffer(
-    case: Case,
-    rows: int,
-    device: torch.device,
-    layers: int | None = None,
-    room: int | None = None,
+    case: Case, rows: int, device: torch.device, layers: int | None = None, room: int | None = None
 ) -> KVBuffer:
     H, HV = case.heads
     T = room or case.problem.T

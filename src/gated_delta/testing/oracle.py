@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..problem import Tokens
 from ..reference import before_norm, gated_norm, recurrent
+from . import short_conv
 from .inputs import Call
 
 
@@ -182,7 +183,7 @@ def _decode(call: Call, dtype: torch.dtype, plain: bool) -> dict[str, Expected]:
     if call.case.uses("buffer_lens"):
         return _behind_a_row(call, dtype, plain)
     if call.conv is not None:
-        call = replace(call, tokens=[_convolved(call, dtype)])
+        call = replace(call, tokens=[_convolved(call, call.states["windows"], dtype)[0]])
     states, N = call.states, len(call.case.lengths)
     pool, steps = states["state"], states["intermediate_states"]
     o, after_all = _outputs(call, dtype), _blank(pool, 1, dtype)
@@ -213,32 +214,28 @@ def _decode(call: Call, dtype: torch.dtype, plain: bool) -> dict[str, Expected]:
     return result
 
 
-def _convolved(call: Call, dtype: torch.dtype) -> Tokens:
-    """The tokens with q, k and v behind the convolution, rounded to their dtype."""
-    t, (conv, windows) = call.tokens[0], (call.conv, call.states["windows"])
-    assert conv is not None
-    slots = _rows(call.states["state_indices"], t.num_sequences)
-    raw = [t.q, t.k, t.v]
-    x = torch.cat([y.flatten(1) for y in raw], 1)
-    taps = torch.cat([windows[slots], x[:, :, None]], 2).to(dtype)
-    y = (taps * conv.weight.to(dtype)).sum(2)
-    if conv.bias is not None:
-        y = y + conv.bias.to(dtype)
-    if conv.activation is not None:
-        y = y * y.sigmoid()
-    q, k, v = y.to(t.q.dtype).split([y[0].numel() for y in raw], 1)
-    return t._replace(q=q.view_as(t.q), k=k.view_as(t.k), v=v.view_as(t.v))
+def _convolved(call: Call, windows: Tensor, dtype: torch.dtype) -> tuple[Tokens, Tensor]:
+    """The tokens with q, k and v behind the convolution, rounded; the windows by slot read."""
+    assert call.conv is not None
+    t = call.tokens[0]
+    slots, null = call.states["state_indices"], call.case.null_index
+    given = dict(windows=windows, state_indices=slots, null_index=null, dtype=dtype)
+    result = short_conv.expected(t.q, t.k, t.v, call.conv, **given)
+    sizes = [x[0, 0].numel() for x in (t.q, t.k, t.v)]
+    q, k, v = result.out.to(t.q.dtype).split(sizes, 2)
+    t = t._replace(q=q.view_as(t.q), k=k.view_as(t.k), v=v.view_as(t.v))
+    return t, result.windows
 
 
 def windows_after(call: Call, before: Tensor) -> Tensor:
     """The windows after a decode with a convolution, from those before it."""
-    states, t, after = call.states, call.tokens[0], before.clone()
-    x = torch.cat([y.flatten(1) for y in (t.q, t.k, t.v)], 1)
-    reads = _rows(states["state_indices"], t.num_sequences)
+    states, after = call.states, before.clone()
+    _, moved = _convolved(call, before, torch.float64)
+    reads = _rows(states["state_indices"], len(call.case.lengths))
     writes = reads if states["write_indices"] is None else states["write_indices"].tolist()
-    for n, (read, write) in enumerate(zip(reads, writes, strict=True)):
+    for read, write in zip(reads, writes, strict=True):
         if states["update_state"] and min(read, write) > call.case.null_index:
-            after[write] = torch.cat([before[read, :, 1:], x[n, :, None]], 1)
+            after[write] = moved[read]
     return after
 
 

@@ -92,11 +92,12 @@ def conv_cases_like(problem: Problem) -> tuple[ConvCase, ...]:
 
 
 class Expected(NamedTuple):
-    """q | k | v [N, T, C] in float64, the windows, and how far an output may be from the truth."""
-
     out: Tensor
+    """q | k | v, [N, T, C]."""
     windows: Tensor
+    """Of all slots, after the call."""
     tolerance: Tensor
+    """How far an output may be from the truth."""
 
 
 def expected(
@@ -110,15 +111,19 @@ def expected(
     has_initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     null_index: int = -1,
+    dtype: torch.dtype = torch.float64,
 ) -> Expected:
-    """What `gated_delta.short_conv` gives for these arguments. windows: as before the call."""
+    """What `gated_delta.short_conv` gives for these arguments, worked out in `dtype`.
+
+    windows: as before the call.
+    """
     rows = torch.cat([x.flatten(2) for x in (q, k, v)], 2).flatten(0, 1)
     N, T = q.shape[:2]
     bounds = [n * T for n in range(N + 1)] if cu_seqlens is None else cu_seqlens.tolist()
-    out = torch.zeros(rows.shape, dtype=torch.float64, device=q.device)
+    out = torch.zeros(rows.shape, dtype=dtype, device=q.device)
     sizes, after = out.clone(), windows.clone()
-    weight = conv.weight.double()
-    bias = out.new_zeros(rows.shape[1]) if conv.bias is None else conv.bias.double()
+    weight = conv.weight.to(dtype)
+    bias = out.new_zeros(rows.shape[1]) if conv.bias is None else conv.bias.to(dtype)
     for n, (start, end) in enumerate(itertools.pairwise(bounds)):
         slot = n if state_indices is None else int(state_indices[n])
         if slot <= null_index or slot < 0:
@@ -127,7 +132,7 @@ def expected(
         past = [windows[slot, :, i] if resumed else rows.new_zeros(rows.shape[1]) for i in range(3)]
         for t in range(start, end):
             past.append(rows[t])
-            terms = [weight[:, i] * x.double() for i, x in enumerate(past[-4:])]
+            terms = [weight[:, i] * x.to(dtype) for i, x in enumerate(past[-4:])]
             y = bias + sum(terms)
             sizes[t] = bias.abs() + sum(term.abs() for term in terms)
             out[t] = y if conv.activation is None else y * torch.sigmoid(y)
