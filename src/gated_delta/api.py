@@ -267,6 +267,10 @@ def verify(
     buffer_indices: Tensor | None = None,
     buffer_lens: Tensor | None = None,
     parents: Tensor | None = None,
+    conv: ShortConv | None = None,
+    windows: Tensor | None = None,
+    trails: Tensor | None = None,
+    trail_indices: Tensor | None = None,
     null_index: int = -1,
     out: Tensor | None = None,
     out_scales: Tensor | None = None,
@@ -291,17 +295,24 @@ def verify(
     ancestors alone; -1: it follows the state, or the row's last token, as token 0 does, whatever
     its entry is. Entries past a draft's end are ignored. Any other index is a ValueError on the
     reference backend; on the kernels it counts as -1.
+    conv, windows: q, k and v are raw and convolved here, as in decode with conv, by q/k head too.
+    windows: [P, C, 3], by state_indices, only read. Not with parents.
+    trails: [R, C, W] in q's dtype, W at least 2 and the longest draft. A sequence of m tokens
+    writes 2 + m entries of row trail_indices[n] (row n when None; negative: none): the window's
+    last two and its inputs. `trails[r, :, t - 1 : t + 2]` is the window after t of them.
 
     Returns o [N, T, HV, V] in v's dtype: decode's outputs, except that a 16-bit state is not
     rounded between tokens.
     """
     kind, A_log, dt_bias, bound = _gate(gate)
     weight, eps, activation = NO_NORM if norm is None else _norm(norm)
+    taps = NO_CONV if conv is None else _conv(conv)
     return _runner(q)(
         ops.VERIFY,
         q, k, v, g, beta, state, A_log, dt_bias, cu_seqlens, state_indices, buffer_indices,
         buffer_lens, parents, *_parts(buffer), z, weight, out, out_scales,
-        kind, bound, eps, activation, scale, qk_l2norm, beta_logits, allow_neg_eigval,
+        *taps[:2], windows, trails, trail_indices,
+        kind, bound, eps, activation, taps[2], scale, qk_l2norm, beta_logits, allow_neg_eigval,
         max_seqlen, null_index, backend,
     )  # fmt: skip
 
@@ -464,9 +475,9 @@ def arguments_of(op: Operation, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     split("gate", _gate, "gate", "A_log", "dt_bias", "bound")
     norm = ("norm_weight", "norm_eps", "norm_activation")
     split("norm", lambda x: NO_NORM if x is None else _norm(x), *norm)
-    prefix = "conv_" if op is ops.DECODE else ""
-    conv = [f"{prefix}{name}" for name in ("weight", "bias", "activation")]
-    split("conv", lambda x: NO_CONV if x is None and op is ops.DECODE else _conv(x), *conv)
+    inside = op in (ops.DECODE, ops.VERIFY)
+    conv = [f"{'conv_' * inside}{name}" for name in ("weight", "bias", "activation")]
+    split("conv", lambda x: NO_CONV if x is None and inside else _conv(x), *conv)
     split("buffer", lambda x: NO_BUFFER if x is None and op is ops.DECODE else _parts(x), *BUFFER)
     if op is ops.FLUSH:
         split("num_accepted", _counts, "num_accepted", "accepted_by_all")

@@ -682,14 +682,24 @@ class Checker:
             )
         self.sizes["HV"] = HV
 
-    def convolution(self, a: Any, weight: Tensor, bias: Tensor | None) -> None:
-        """Check a ShortConv of q, k and v, whose heads are checked, and its windows."""
+    def convolution(
+        self, a: Any, weight: Tensor, bias: Tensor | None, inside: bool = False
+    ) -> None:
+        """Check a ShortConv of q, k and v, whose heads are checked, and its windows.
+
+        inside: of another operation, which has options for it.
+        """
         H, HV, K, V = (self.sizes[name] for name in ("H", "HV", "K", "V"))
         self.sizes["C"] = 2 * H * K + HV * V
         self.tensor("conv.weight", weight, STATE_DTYPES, f"C {TAPS}")
         if bias is not None:
             self.tensor("conv.bias", bias, STATE_DTYPES, "C")
         self.tensor("windows", a.windows, (a.q.dtype,), f"P C {TAPS - 1}")
+        if inside:
+            self.option("conv", True)
+            self.option(f"conv_weight_{SHORT[weight.dtype]}", True)
+            self.option("conv_bias", bias is not None)
+            self.option("unaligned_weight", not self.aligned(weight[:1]))
 
     def tokens(self, a: Any, query: str = "q") -> None:
         """Check q to cu_seqlens of a call with tokens, with gate, scale and flags.
@@ -841,7 +851,7 @@ class Checker:
     def buffer_of_tokens(self, a: Any) -> None:
         """Check the buffer of a call with tokens, and its indices."""
         axis = self.buffer(a, "rows")
-        if axis != axis_of(a.g):
+        if not by_qk_head(a) and axis != axis_of(a.g):
             expected = f"expected gate={axis_of(a.g)!r}, as g has {a.g.ndim} dimensions"
             raise ValueError(f"buffer: {expected}, got a buffer with gate={axis!r}")
         self.index("buffer_indices", a.buffer_indices)
@@ -866,7 +876,7 @@ class Checker:
 
 
 def by_qk_head(a: Any) -> bool:
-    """Whether a decode with a convolution has v [N, T, H, R, V], g and beta [N, T, H, R]."""
+    """Whether a call with a convolution has v [N, T, H, R, V], g and beta [N, T, H, R]."""
     conv = getattr(a, "conv_weight", None) is not None
     return conv and isinstance(a.v, Tensor) and a.v.ndim == 5
 

@@ -30,7 +30,9 @@ from .rows import (
     check_log_decays,
     decode_rows,
     flush_rows,
+    no_conflict,
     prefill_rows,
+    rows_of,
     short_conv_rows,
     spans,
     summary_rows,
@@ -841,6 +843,35 @@ def decode_convolved(tokens: Tokens, *, conv: ShortConv, windows: Tensor, **give
     decode(tokens._replace(q=q, k=k, v=v), **given)
     written = [(i, writes[n]) for i, n in enumerate(active) if writes[n] >= 0]
     windows[[slot for _, slot in written]] = x[1:, [i for i, _ in written]].permute(1, 2, 0)
+
+
+def verify_convolved(
+    tokens: Tokens,
+    *,
+    conv: ShortConv,
+    windows: Tensor,
+    trails: Tensor | None,
+    trail_indices: Tensor | None,
+    **given: Any,
+) -> None:
+    """`verify` of raw tokens; windows have the states' slots, trails rows of their own."""
+    states = {name: x for name, x in given.items() if name not in ("norm", "z", "out")}
+    reads, _, _, _, active, starts, lengths, _ = buffered_rows(tokens, **states, folds=False)
+    rows = list(range(len(reads)))
+    if trails is not None:
+        rows = rows_of("trail_indices", trail_indices, len(reads), len(trails))
+        no_conflict("trail_indices", ((n, rows[n]) for n in active if rows[n] >= 0))
+    inputs = torch.cat([x.flatten(2).flatten(0, 1) for x in (tokens.q, tokens.k, tokens.v)], 1)
+    y = inputs.clone()
+    for n in active:
+        span = slice(starts[n], starts[n] + lengths[n])
+        x = torch.cat([windows[reads[n]].T, inputs[span]])
+        y[span] = _convolved(x, conv).to(y.dtype)
+        if trails is not None and rows[n] >= 0:
+            trails[rows[n], :, : len(x) - 1] = x[1:].T
+    parts = zip(y.split([x[0, 0].numel() for x in tokens[:3]], 1), tokens[:3], strict=True)
+    q, k, v = (x.reshape(as_given.shape) for x, as_given in parts)
+    verify(tokens._replace(q=q, k=k, v=v), **given)
 
 
 def short_conv(

@@ -87,6 +87,11 @@ VerifyStrides = strides_type(
     parents="nt",
     **NORM_STRIDES,
     **FP8_STRIDES,
+    conv_bias="c",
+    windows="pcl",
+    trails="rcl",
+    trail_indices="n",
+    grouped="vzgb",
 )
 FlushStrides = strides_type(
     "FlushStrides",
@@ -231,6 +236,11 @@ class VerifyPointers(NamedTuple):
     norm_weight: int
     o: int
     out_scales: int
+    conv_weight: int
+    conv_bias: int
+    windows: int
+    trails: int  # [R, C, W]; W >= T + 2 inputs
+    trail_indices: int  # [N]
 
 
 class VerifySizes(NamedTuple):
@@ -264,6 +274,11 @@ class VerifySizes(NamedTuple):
     norm_eps: int
     norm_sigmoid: int
     out_scales_given: int
+    conv_key_channels: int
+    conv_group: int
+    conv_bias_kind: int
+    conv_silu: int
+    trail_indices_kind: int
 
 
 class FlushPointers(NamedTuple):

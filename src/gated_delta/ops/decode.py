@@ -10,18 +10,17 @@ from torch import Tensor
 
 from .. import compile, reference
 from ..gpus import H200, Gpu
-from ..kernels.arguments import GROUPED, DecodePointers, DecodeSizes, DecodeStrides, v_rows
+from ..kernels.arguments import DecodePointers, DecodeSizes, DecodeStrides, v_rows
 from ..problem import (
     BUFFER,
     MAX_DRAFT,
-    SHORT,
     Checker,
     Problem,
     ShortConv,
     absent,
-    by_qk_head,
 )
 from ..rows import buffered_rows, decode_rows
+from .convolved import by_value_head, conv_facts, conv_needs, grouped_strides
 from .launch import (
     LARGE,
     MIB,
@@ -34,7 +33,6 @@ from .launch import (
     Table,
     TokensLaunch,
     buffer_of,
-    bytes_of,
     outputs_of,
     quantised,
     ready,
@@ -300,11 +298,7 @@ class Decode(StateOperation):
         absent("buffer", a.buffer_u, "with conv")
         if isinstance(a.state_indices, Tensor) and a.state_indices.ndim == 2:
             raise ValueError("state_indices: expected [N] with conv, got [N, W]")
-        check.convolution(a, a.conv_weight, a.conv_bias)
-        check.option("conv", True)
-        check.option(f"conv_weight_{SHORT[a.conv_weight.dtype]}", True)
-        check.option("conv_bias", a.conv_bias is not None)
-        check.option("unaligned_weight", not check.aligned(a.conv_weight[:1]))
+        check.convolution(a, a.conv_weight, a.conv_bias, inside=True)
 
     def _describe_buffer(self, check: Checker, a: Arguments) -> None:
         absent("write_indices", a.write_indices, "with buffer")
@@ -330,14 +324,14 @@ class Decode(StateOperation):
         if a.conv_weight is not None:
             conv = ShortConv(a.conv_weight, a.conv_bias, a.conv_activation)
             given = dict(_states(a), conv=conv, windows=a.windows)
-            quantised(_by_value_head(a), reference.decode_convolved, **given)
+            quantised(by_value_head(a), reference.decode_convolved, **given)
             return
         run = reference.decode if a.buffer_u is None else reference.decode_with_buffer
         quantised(a, run, **_states(a))
 
     def check_values(self, a: Arguments) -> None:
         check = decode_rows if a.buffer_u is None else buffered_rows
-        check(tokens_of(_by_value_head(a)), **_states(a))
+        check(tokens_of(by_value_head(a)), **_states(a))
         reference.check_scale(a.out_scales)
 
     def plan(self, problem: Problem, sequences: int, tokens: int, *, gpu: Gpu = H200) -> Plan:
@@ -348,7 +342,9 @@ class Decode(StateOperation):
     def strides(self, problem: Problem, a: Arguments) -> Any:
         if _by_verify(problem):
             return VERIFY.strides(problem, a)
-        grouped = dict(grouped=[0] * 4) if a.conv_weight is None else _grouped_strides(a)
+        grouped = (
+            dict(grouped=[0] * 4) if a.conv_weight is None else grouped_strides(a, DecodeStrides)
+        )
         return strides_of(DecodeStrides, a, **outputs_of(a), **grouped)
 
     def exceeded(self, problem: Problem, plan: Plan, a: Arguments) -> list[str]:
@@ -369,9 +365,8 @@ class Decode(StateOperation):
         conv = "conv" in problem.options
         heads = f"at most {MOST_CTAS} value heads per q/k head with conv"
         return super().needs(problem) | {
-            "GDN's gates with conv (KDA: short_conv in front)": conv and problem.axis == "channel",
             heads: conv and problem.HV > MOST_CTAS * problem.H,
-            "conv.weight at a multiple of 16 bytes": "unaligned_weight" in problem.options,
+            **conv_needs(problem),
         }
 
     def schedules(self, problem: Problem) -> Table:
@@ -443,10 +438,8 @@ class Decode(StateOperation):
             model.problem("decode", T, (*options, *norm))
             for (T, options), norm in itertools.product(calls, model.norms())
         ]
-        interleaved = model.axis == "head" and (model.K, model.V) != (96, 192)  # not OLMo hybrid's
-        weight = f"conv_weight_{SHORT[model.tokens['dtype']]}"
-        for norm in filter(None, model.norms() if interleaved else ()):
-            convolved = model.problem("decode", 1, (*norm, "conv", weight))
+        for norm in filter(None, model.norms() if model.interleaved else ()):
+            convolved = model.problem("decode", 1, (*norm, *model.convolution))
             problems += [replace(convolved, HV=HV) for HV in SHIPPED_GROUPS]
         return problems
 
@@ -466,31 +459,8 @@ def _joins_heads(problem: Problem) -> bool:
 
 
 def _conv_facts(problem: Problem) -> dict[str, Any]:
-    (weight,) = (x for x in problem.options if x.startswith("conv_weight_"))
-    facts: dict[str, Any] = dict(conv=weight.removeprefix("conv_weight_"))
-    facts |= dict(conv_bias=True) if "conv_bias" in problem.options else {}
-    return facts | (dict(conv_group=problem.HV // problem.H) if _joins_heads(problem) else {})
-
-
-def _by_value_head(a: Arguments) -> Arguments:
-    """The call with v [N, T, HV, V], g and beta [N, T, HV]."""
-    if not by_qk_head(a):
-        return a
-    return a._replace(v=a.v.flatten(2, 3), g=a.g.flatten(2), beta=a.beta.flatten(2))
-
-
-def _grouped_strides(a: Arguments) -> dict[str, list[int]]:
-    """Strides of v, z, g and beta by q/k head, and between value heads of one: `grouped`."""
-    strides: dict[str, list[int]] = {name: [0] * 5 for name in GROUPED}
-    for name in GROUPED:
-        x = getattr(a, name)
-        if x is not None:
-            by_head = x.ndim == 5 or (name in ("g", "beta") and by_qk_head(a))
-            x = x if by_head else x.unflatten(2, (a.q.shape[2], -1))
-            strides[name] = bytes_of(x, 5)
-            strides[name][0] *= x.shape[0] > 1
-    grouped = dict(grouped=[strides[name].pop(3) for name in GROUPED])
-    return grouped | {name: strides[name][: len(DecodeStrides.dims[name])] for name in GROUPED}
+    joined = dict(conv_group=problem.HV // problem.H) if _joins_heads(problem) else {}
+    return conv_facts(problem) | joined
 
 
 def _by_verify(problem: Problem) -> bool:

@@ -22,7 +22,7 @@ from ..gpus import H200, Gpu
 from ..kernels.arguments import ABSENT as NO_KIND
 from ..kernels.arguments import BF16, FP16, FP32
 from ..memory import Addresses, Placement
-from ..problem import BUFFER, CHECK, Gate, GatedNorm, KVBuffer, Problem, Tokens, unique
+from ..problem import BUFFER, CHECK, SHORT, Gate, GatedNorm, KVBuffer, Problem, Tokens, unique
 
 REDESCRIBE = object()
 """A launch returns it if it did nothing and the call must be described again."""
@@ -68,6 +68,16 @@ class Model(NamedTuple):
         tokens = {} if op == "flush" else self.tokens
         facts = dict(state_dtype=self.state_dtype, options=frozenset(options), **tokens)
         return Problem(op, self.axis, 1, 1, self.K, self.V, T, **facts)
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether some model of these sizes has projections by q/k head: OLMo hybrid's does not."""
+        return self.axis == "head" and (self.K, self.V) != (96, 192)
+
+    @property
+    def convolution(self) -> tuple[str, ...]:
+        """Options of calls with a convolution, whose weight has the tokens' dtype."""
+        return "conv", f"conv_weight_{SHORT[self.tokens['dtype']]}"
 
     def norms(self) -> tuple[tuple[str, ...], ...]:
         """Options of calls: with a norm too if gate and beta are raw, as in engines."""

@@ -17,8 +17,9 @@ from ..kernels.arguments import (
     round_up_tokens,
 )
 from ..kernels.drafts.layout import Facts, Layout
-from ..problem import BUFFER, Checker, Problem
+from ..problem import BUFFER, TAPS, Checker, Problem, ShortConv, absent
 from ..rows import buffered_rows, spans_of
+from .convolved import by_value_head, conv_facts, conv_needs, grouped_strides
 from .launch import (
     LARGE,
     MIB,
@@ -38,6 +39,7 @@ from .launch import (
     state_width,
     strides_of,
     tokens_of,
+    value_heads,
     writes_scales,
 )
 
@@ -101,10 +103,16 @@ class Arguments(NamedTuple):
     norm_weight: Tensor | None
     out: Tensor | None
     out_scales: Tensor | None
+    conv_weight: Tensor | None
+    conv_bias: Tensor | None
+    windows: Tensor | None
+    trails: Tensor | None
+    trail_indices: Tensor | None
     gate: str
     bound: float
     norm_eps: float
     norm_activation: str | None
+    conv_activation: str | None
     scale: float | None
     qk_l2norm: bool
     beta_logits: bool
@@ -118,7 +126,7 @@ class Verify(StateOperation):
     name = "verify"
     arguments = Arguments
     pointers = VerifyPointers
-    may_write = ("out", "out_scales", *BUFFER)
+    may_write = ("out", "out_scales", "trails", *BUFFER)
 
     def describe(self, a: Arguments) -> Problem:
         check = Checker()
@@ -137,21 +145,29 @@ class Verify(StateOperation):
             raise ValueError(f"buffer: expected room for T={T} tokens, got {C}")
         if a.cu_seqlens is None and (width := check.sizes.get("W", T)) < T:
             raise ValueError(f"parents: expected [N, W] with W >= T={T}, got W={width}")
-        check.norm(a)
+        longest = T if a.max_seqlen is None else min(max(int(a.max_seqlen), 1), T)
+        longest = min(longest, C)
+        _describe_conv(check, a, longest)
+        check.norm(a, grouped=a.conv_weight is not None)
         check.out(a)
         check.writes(*self.written(a))
         check.vectors(a, a.state)
-        longest = T if a.max_seqlen is None else min(max(int(a.max_seqlen), 1), T)
-        return check.problem("verify", a, dtype, min(longest, C))
+        return check.problem("verify", a, dtype, longest)
 
     def run_reference(self, a: Arguments) -> None:
         assert a.out is not None
         _check_longest(a)
-        quantised(a, reference.verify, **_states(a))
+        if a.conv_weight is None:
+            quantised(a, reference.verify, **_states(a))
+            return
+        conv = ShortConv(a.conv_weight, a.conv_bias, a.conv_activation)
+        given = dict(windows=a.windows, trails=a.trails, trail_indices=a.trail_indices)
+        run, of_heads = reference.verify_convolved, by_value_head(a)
+        quantised(of_heads, run, **_states(a), **given, conv=conv)
 
     def check_values(self, a: Arguments) -> None:
         _check_longest(a)
-        buffered_rows(tokens_of(a), **_states(a), folds=False)
+        buffered_rows(tokens_of(by_value_head(a)), **_states(a), folds=False)
         reference.check_scale(a.out_scales)
 
     def written(self, a: Arguments) -> tuple[str, ...]:
@@ -177,7 +193,13 @@ class Verify(StateOperation):
         return plan
 
     def strides(self, problem: Problem, a: Any) -> Any:
-        return strides_of(VerifyStrides, a, **outputs_of(a))
+        grouped = dict(grouped=[0] * 4)
+        if "conv" in problem.options:
+            grouped = grouped_strides(a, VerifyStrides)
+        return strides_of(VerifyStrides, a, **outputs_of(a), **grouped)
+
+    def needs(self, problem: Problem) -> dict[str, bool]:
+        return super().needs(problem) | conv_needs(problem)
 
     def exceeded(self, problem: Problem, plan: Plan, a: Any) -> list[str]:
         reasons = super().exceeded(problem, plan, a)
@@ -202,7 +224,7 @@ class Verify(StateOperation):
             "axis", "K", "V", "state_dtype", "dtype", "g_dtype", "gate", "qk_l2norm"
         )
         facts |= dict(
-            aligned="unaligned_qk" not in problem.options,
+            aligned="unaligned_qk" not in problem.options or "conv" in problem.options,
             token_tile=_token_tile(problem),
             rows=schedule.rows,
             threads=schedule.threads,
@@ -211,21 +233,48 @@ class Verify(StateOperation):
         facts |= dict(mma_pairs=True) if mma_pairs else {}
         facts |= {name: True for name in ("norm", "fp8") if name in problem.options}
         facts |= dict(history=True) if has_history(problem) else {}
+        facts |= conv_facts(problem) if "conv" in problem.options else {}
         facts |= dict(tree=True) if _has_tree(problem) else {}
         return compile.Variant("verify", tuple(facts.items()))
 
     def shipped(self, model: Model) -> list[Problem]:
         rows = ((), ("buffer_lens_i32",)) if model.ring else ((),)
         drafts = ((), ("parents_i32",)) if model.trees else ((),)
-        return [
+        problems = [
             model.problem("verify", T, (*norm, *lens, *parents))
             for T, norm, lens, parents in itertools.product(
                 TOKEN_TILES, model.norms(), rows, drafts
             )
         ]
+        norms = filter(None, model.norms() if model.interleaved else ())
+        return problems + [
+            model.problem("verify", T, (*norm, *lens, *model.convolution))
+            for T, norm, lens in itertools.product(TOKEN_TILES, norms, rows)
+        ]
 
     def launch(self, problem: Problem, plan: Plan, a: Arguments) -> Launch:
         return VerifyLaunch(self, problem, plan, a)
+
+
+def _describe_conv(check: Checker, a: Arguments, longest: int) -> None:
+    if a.conv_weight is None:
+        for name in ("windows", "trails", "trail_indices"):
+            absent(name, getattr(a, name), "without conv")
+        return
+    if a.windows is None:
+        raise ValueError("windows: expected a tensor with conv, got None")
+    absent("parents", a.parents, "with conv")
+    check.convolution(a, a.conv_weight, a.conv_bias, inside=True)
+    if a.trails is None:
+        absent("trail_indices", a.trail_indices, "without trails")
+        return
+    check.tensor("trails", a.trails, (a.q.dtype,), "trail_rows C entries")
+    check.index("trail_indices", a.trail_indices)
+    check.one_each("trails", "trail_rows", a.trail_indices)
+    entries = longest + TAPS - 2
+    if a.trails.shape[2] < entries:
+        expected = f"expected [R, C, W] with W >= {entries} for {longest} tokens"
+        raise ValueError(f"trails: {expected}, got W={a.trails.shape[2]}")
 
 
 def has_history(problem: Problem) -> bool:
@@ -266,6 +315,7 @@ class VerifyLaunch(TokensLaunch):
     def __init__(self, operation: Operation, problem: Problem, plan: Plan, a: Any):
         super().__init__(operation, problem, plan, a, pointers=VerifyPointers)
         aligned = () if "unaligned_qk" in problem.options else ("q", "k")
+        aligned = ("conv_weight",) if "conv" in problem.options else aligned
         more = ("buffer_u",) if has_history(problem) else ()
         self.vectors = (*aligned, "state", "buffer_k", *more)
         parents = getattr(a, "parents", None)  # decode has none
@@ -275,7 +325,10 @@ class VerifyLaunch(TokensLaunch):
             VerifySizes(
                 **state_sizes(VerifySizes, a, plan),
                 T=longest,
-                group_size=a.v.shape[2] // a.q.shape[2],
+                group_size=value_heads(a) // a.q.shape[2],
+                conv_key_channels=a.q.shape[2] * a.q.shape[3],
+                conv_group=value_heads(a) // a.q.shape[2],
+                conv_silu=int(a.conv_activation == "silu"),
                 buffer_rows=a.buffer_u.shape[0],
                 C=a.buffer_u.shape[1],
                 folds=int(problem.op == "decode"),

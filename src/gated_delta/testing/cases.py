@@ -100,6 +100,13 @@ LAYOUTS: dict[str, dict[str, frozenset[str]]] = {
             {"cu_seqlens_i32", "state_indices_i32", "buffer_indices_i32", "parents_i64"}
         ),
         "buffer_tree": frozenset({"state_indices_i32", "buffer_lens_i64", "parents_i64"}),
+        "conv_drafts": frozenset(
+            {"state_indices_i64", "buffer_lens_i32", "conv", "conv_weight_fp32", "conv_bias"}
+        ),
+        "packed_conv": frozenset(
+            {"cu_seqlens_i32", "state_indices_i32", "buffer_indices_i64", "trail_indices_i32"}
+            | {"conv", "conv_weight_bf16"}
+        ),
     },
     "flush": {
         "dense": frozenset({"num_accepted_i32"}),
@@ -234,9 +241,12 @@ BUFFERED = ("buffer", "packed_buffer")
 """Layouts in which the states lack tokens of a buffer's rows."""
 CONVOLVED = ("conv", "conv_write", "conv_frozen", "conv_rows")
 """Layouts of raw q, k and v, of one token, with windows; the last one's interleaved by q/k head."""
+CONVOLVED_DRAFTS = ("conv_drafts", "packed_conv")
+"""The same of verify, with trails."""
+INTERLEAVED = ("conv_rows", "packed_conv")
 TREES = ("tree", "packed_tree", "buffer_tree", "layers_tree")
 """Layouts whose drafts are trees."""
-SPECIAL = (*BUFFERED, *TREES, *CONVOLVED)
+SPECIAL = (*BUFFERED, *TREES, *CONVOLVED, *CONVOLVED_DRAFTS)
 """Layouts with cases of their own."""
 
 
@@ -292,11 +302,12 @@ def _buffered(op: str) -> Iterator[tuple[_Factors, str]]:
 
 
 def _convolved(op: str) -> Iterator[tuple[_Factors, str]]:
-    """decode of raw q, k and v: the factors, the layout."""
+    """decode and verify of raw q, k and v: the factors, the layout."""
     rng = random.Random(f"{op} convolved")
-    crossed = itertools.product(AXES, (*DIMS, *UNEQUAL_DIMS), GATES, CONVOLVED)
-    for axis, D, gate, layout in crossed if op == "decode" else ():
-        if axis == "channel" and (gate != "softplus" or layout == "conv_rows"):
+    layouts = dict(decode=CONVOLVED, verify=CONVOLVED_DRAFTS).get(op, ())
+    crossed = itertools.product(AXES, (*DIMS, *UNEQUAL_DIMS), GATES, layouts)
+    for axis, D, gate, layout in crossed:
+        if axis == "channel" and (gate != "softplus" or layout in INTERLEAVED):
             continue  # no kernels
         heads = rng.choice(((5, 5), (3, 6), (2, 6), (1, 8)) if axis == "head" else ((5, 5),))
         family, state_dtype = rng.choice(FAMILIES), rng.choice((*STATE_DTYPES, torch.float16))
@@ -451,6 +462,8 @@ def _layout_like(op: str, given: set[str]) -> str:
         if "buffer_lens" in given:
             return "buffer_tree"
         return "packed_tree" if packed else "tree"
+    if op == "verify" and "conv" in given:
+        return "packed_conv" if packed else "conv_drafts"
     if "buffer_lens" in given:
         return "packed_buffer" if packed else "buffer"
     if decode and "conv" in given:

@@ -22,6 +22,7 @@ from .oracle import (
     buffered_records,
     buffered_states,
     expected,
+    trails_after,
     windows_after,
 )
 from .short_conv import HALF_UNIT, ConvCase
@@ -307,7 +308,10 @@ def _window_failures(call: Call, before: dict[str, Tensor]) -> list[str]:
     if call.conv is None:
         return []
     same = same_bits(call.states["windows"], windows_after(call, before["windows"]))
-    return [] if same else ["windows: not the last inputs, bit for bit"]
+    failures = [] if same else ["windows: not the last inputs, bit for bit"]
+    if call.case.op == "verify" and not same_bits(call.states["trails"], trails_after(call)):
+        failures.append("trails: not the windows' ends and the inputs, bit for bit")
+    return failures
 
 
 def _appended_failures(call: Call, before: dict[str, Tensor]) -> list[str]:

@@ -12,8 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..problem import CHECKPOINT_INTERVAL, TAPS, Gate, GatedNorm, KVBuffer, ShortConv, Tokens
-from .cases import Case
+from ..problem import (
+    CHECKPOINT_INTERVAL,
+    MAX_DRAFT,
+    TAPS,
+    Gate,
+    GatedNorm,
+    KVBuffer,
+    ShortConv,
+    Tokens,
+)
+from .cases import INTERLEAVED, Case
 
 LAYERS = 3
 CHECKPOINTS = 3  # of a sequence
@@ -239,12 +248,25 @@ def _conv(call: Call, rng: torch.Generator, device: torch.device | str) -> None:
     padded = torch.full((P, 4, C + 5), math.nan, dtype=case.dtype, device=device)
     windows = [entries, entries.mT.contiguous().mT, padded[:, 1:, :C].mT][case.seed % 3]
     call.states["windows"] = windows.copy_(entries)
-    if case.layout == "conv_rows":
+    if case.op == "verify":
+        _trails(call, C, device)
+    if case.layout in INTERLEAVED:
         _interleave(call, H)
 
 
+def _trails(call: Call, C: int, device: torch.device | str) -> None:
+    """Trails of NaN with room to spare; the first sequence writes none if the call has rows."""
+    case, N = call.case, len(call.case.lengths)
+    entries = (MAX_DRAFT if case.packed else max(case.lengths)) + 2
+    shape = N + 1, C, entries + case.seed % 3
+    call.states["trails"] = torch.full(shape, math.nan, dtype=case.dtype, device=device)
+    if case.uses("trail_indices"):
+        rows = [-1, *range(N - 1, 0, -1)]
+        call.states["trail_indices"] = _index(rows, case, "trail_indices", device)
+
+
 def _interleave(call: Call, H: int) -> None:
-    """Make q, k, v, z, g and beta views of projections [N, 1, H, ...], as Qwen3-Next's."""
+    """Make q, k, v, z, g and beta views of projections [N, T, H, ...], as Qwen3-Next's."""
     t, z = call.tokens[0], {} if call.z is None else dict(z=call.z)
     by_head = {name: x.unflatten(2, (H, -1)) for name, x in dict(v=t.v, **z).items()}
     gates = [x.unflatten(2, (H, -1)) for x in (t.beta, t.g)]

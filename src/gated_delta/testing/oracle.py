@@ -7,6 +7,7 @@ reference backend, and nothing else.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -220,7 +221,7 @@ def _convolved(call: Call, windows: Tensor, dtype: torch.dtype) -> tuple[Tokens,
     t = call.tokens[0]
     slots, null = call.states["state_indices"], call.case.null_index
     given = dict(windows=windows, state_indices=slots, null_index=null, dtype=dtype)
-    result = short_conv.expected(t.q, t.k, t.v, call.conv, **given)
+    result = short_conv.expected(t.q, t.k, t.v, call.conv, **given, cu_seqlens=t.cu_seqlens)
     sizes = [x[0, 0].numel() for x in (t.q, t.k, t.v)]
     q, k, v = result.out.to(t.q.dtype).split(sizes, 2)
     t = t._replace(q=q.view_as(t.q), k=k.view_as(t.k), v=v.view_as(t.v))
@@ -228,8 +229,10 @@ def _convolved(call: Call, windows: Tensor, dtype: torch.dtype) -> tuple[Tokens,
 
 
 def windows_after(call: Call, before: Tensor) -> Tensor:
-    """The windows after a decode with a convolution, from those before it."""
+    """The windows after a call with a convolution, from those before it; verify only reads."""
     states, after = call.states, before.clone()
+    if call.case.op == "verify":
+        return after
     _, moved = _convolved(call, before, torch.float64)
     reads = _rows(states["state_indices"], len(call.case.lengths))
     writes = reads if states["write_indices"] is None else states["write_indices"].tolist()
@@ -239,7 +242,23 @@ def windows_after(call: Call, before: Tensor) -> Tensor:
     return after
 
 
+def trails_after(call: Call) -> Tensor:
+    """verify's trails: the last two entries of windows and the inputs, NaN elsewhere."""
+    states, t = call.states, call.tokens[0]
+    result, N = torch.full_like(states["trails"], math.nan), len(call.case.lengths)
+    names = ("state_indices", "buffer_indices", "trail_indices")
+    slots, buffer_rows, rows = (_rows(states.get(name), N) for name in names)
+    inputs = torch.cat([x.flatten(2) for x in (t.q, t.k, t.v)], 2).flatten(0, 1)
+    for n, (start, m) in enumerate(zip(call.starts, call.case.lengths, strict=True)):
+        if slots[n] > call.case.null_index and min(buffer_rows[n], rows[n]) >= 0:
+            kept = states["windows"][slots[n], :, 1:]
+            result[rows[n], :, : m + 2] = torch.cat([kept, inputs[start : start + m].T], 1)
+    return result
+
+
 def _verify(call: Call, dtype: torch.dtype, plain: bool) -> dict[str, Expected]:
+    if call.conv is not None:
+        call = replace(call, tokens=[_convolved(call, call.states["windows"], dtype)[0]])
     if call.case.uses("buffer_lens"):
         return _behind_a_row(call, dtype, plain)
     states, N = call.states, len(call.case.lengths)

@@ -1,4 +1,6 @@
-"""The short convolution of a single token's q, k and v inside decode, and its absent form.
+"""The short convolution of q, k and v inside decode and verify, and its absent form.
+
+`Conv` is decode's, of a single token; drafts/conv.py has verify's.
 
     y = act(bias + sum_{i<4} weight_i x_i)    x_0 to x_2: the window; x_3: the token
 
@@ -24,13 +26,13 @@ from . import arithmetic, ptx
 from .args import DTYPES, offset, qk_head, tensor_at
 from .recurrent import nothing
 
-CONV = ("conv_", "windows", "grouped_")
+CONV = ("conv_", "windows", "trail", "grouped_")
 """How the names of a convolution's arguments begin."""
 TAPS = 4
 
 
 class NoConv:
-    """decode of q, k and v as they are."""
+    """decode or verify of q, k and v as they are."""
 
     unused = CONV
     finish = nothing
@@ -64,6 +66,38 @@ class Taps(NamedTuple):
     """Bits of the window's entries and of the token's input."""
 
 
+class Filter:
+    """The taps of a channel. dtype: of tokens. facts: decode's or verify's."""
+
+    def __init__(self, dtype, facts):
+        self.dtype, self.weight_dtype, self.has_bias = dtype, DTYPES[facts.conv], facts.conv_bias
+
+    def window(self, args, slot, index):
+        """Addresses of the entries of a channel's window."""
+        at = tensor_at(args, "windows", p=slot, c=index)
+        return [at + offset(Int32(i), args.stride.windows_l) for i in range(TAPS - 1)]
+
+    def load_constants(self, args, index, inside):
+        """A channel's weights and bias."""
+        size = self.weight_dtype.width // 8
+        at = args.ptr.conv_weight + offset(index, Int32(TAPS * size))
+        weight, bias = ptx.load_words(at, inside, size), None
+        if self.has_bias:
+            kind = Int32(select_(inside, args.size.conv_bias_kind, Int32(ABSENT)))
+            bias = ptx.load_scalar_bits(tensor_at(args, "conv_bias", c=index), kind)
+        return weight, bias
+
+    def output(self, args, taps):
+        y = Float32(0)
+        if self.has_bias:
+            y = ptx.scalar_from_bits(taps.bias, args.size.conv_bias_kind)
+        for w, x in zip(ptx.unpack(taps.weight, self.weight_dtype), taps.inputs, strict=True):
+            (x,) = ptx.unpack([Uint32(x)], self.dtype)[:1]
+            y = cute.math.fma(x, w, y)
+        y = ptx.select(args.size.conv_silu != 0, y * arithmetic.sigmoid(y), y)
+        return y.to(self.dtype).to(Float32)
+
+
 class Conv:
     """facts: decode's. v_offset: of v in a token's record, behind q and k."""
 
@@ -75,9 +109,9 @@ class Conv:
             cta_rows,
             v_offset,
         )
-        self.weight_dtype, self.has_bias = DTYPES[facts.conv], facts.conv_bias
+        self.filter = Filter(tokens.dtype, facts)
         self.group, self.ctas = facts.conv_group, facts.conv_group * facts.V // cta_rows
-        self.unused = () if self.has_bias else ("conv_bias",)
+        self.unused = ("trail",) if facts.conv_bias else ("trail", "conv_bias")
         if self.group == 1:
             self.unused += ("grouped_",)
 
@@ -109,34 +143,19 @@ class Conv:
             channels.append(Channel(inside, index, at, self.v_offset + i, inside, False))
         return channels
 
-    def window(self, args, slot, channel):
-        """Addresses of the entries of a channel's window."""
-        at = tensor_at(args, "windows", p=slot, c=channel)
-        return [at + offset(Int32(i), args.stride.windows_l) for i in range(TAPS - 1)]
-
     # ------------------------------------------------------------ loads
 
     def load(self, draft, slots):
         """Load the taps of the thread's channels; those that wait for the slot come last."""
         args, taps = draft.args, []
         channels = self.channels(args, draft.coord)
-        constants = [self.load_constants(args, channel) for channel in channels]
+        constants = [self.filter.load_constants(args, x.index, x.inside) for x in channels]
         xs = [ptx.load_bits(channel.at, channel.inside) for channel in channels]
         for channel, constant, x in zip(channels, constants, xs, strict=True):
             there = channel.inside & slots.active
-            window = self.window(args, slots.read, channel.index)
+            window = self.filter.window(args, slots.read, channel.index)
             taps.append(Taps(*constant, [*(ptx.load_bits(at, there) for at in window), x]))
         return taps
-
-    def load_constants(self, args, channel):
-        """A channel's weights and bias."""
-        size = self.weight_dtype.width // 8
-        at = args.ptr.conv_weight + offset(channel.index, Int32(TAPS * size))
-        weight, bias = ptx.load_words(at, channel.inside, size), None
-        if self.has_bias:
-            kind = Int32(select_(channel.inside, args.size.conv_bias_kind, Int32(ABSENT)))
-            bias = ptx.load_scalar_bits(tensor_at(args, "conv_bias", c=channel.index), kind)
-        return weight, bias
 
     # ------------------------------------------------------------ work
 
@@ -145,20 +164,11 @@ class Conv:
         """Write the outputs to the token's record, zeros to q's and k's padding."""
         channels = self.channels(draft.args, draft.coord)
         for channel, channel_taps in zip(channels, taps, strict=True):
-            y, at = self.output(draft.args, channel_taps), draft.shared + channel.target
+            y = self.filter.output(draft.args, channel_taps)
+            at = draft.shared + channel.target
             ptx.store_shared(at.toint(), y.bitcast(Uint32), channel.has_place)
         if cutlass.const_expr(self.ctas > 1):
             cute.arch.cluster_arrive_relaxed()
-
-    def output(self, args, taps):
-        y = Float32(0)
-        if self.has_bias:
-            y = ptx.scalar_from_bits(taps.bias, args.size.conv_bias_kind)
-        for w, x in zip(ptx.unpack(taps.weight, self.weight_dtype), taps.inputs, strict=True):
-            (x,) = ptx.unpack([Uint32(x)], self.dtype)[:1]
-            y = cute.math.fma(x, w, y)
-        y = ptx.select(args.size.conv_silu != 0, y * arithmetic.sigmoid(y), y)
-        return y.to(self.dtype).to(Float32)
 
     @cute.jit
     def finish(self, draft, slots, taps):
@@ -172,6 +182,6 @@ class Conv:
             stores = channels[i].inside & (slots.write > args.size.null_index)
             if cutlass.const_expr(channels[i].shared):
                 stores = stores & first
-            window = self.window(args, slots.write, channels[i].index)
+            window = self.filter.window(args, slots.write, channels[i].index)
             for j in cutlass.range_constexpr(TAPS - 1):
                 ptx.store_half(window[j], Uint16(taps[i].inputs[j + 1]), stores)

@@ -36,6 +36,9 @@ class Facts(NamedTuple):
     fp8: bool = False
     history: bool = False
     tree: bool = False
+    conv: str = ""
+    """The dtype of the weights of the convolution of q, k and v; empty without one."""
+    conv_bias: bool = False
 
 
 class Region(NamedTuple):
@@ -48,6 +51,8 @@ class Region(NamedTuple):
 
 
 REGIONS = (
+    # Convolved q and k [token, 2, padded_K], fp32.
+    Region("raw", lambda x: bool(x.facts.conv) * 2 * x.rows_of_K, "conv", "store_qk"),
     # k and q [token, 2, padded_K], fp32.
     Region("kq", lambda x: x.keeps_kq * 2 * x.rows_of_K, "store_qk", "pairs, history"),
     # KDA's decays, and b_t, the products of the decays up to t [token, padded_K each].

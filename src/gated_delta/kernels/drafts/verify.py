@@ -26,6 +26,8 @@ Order of work:
     epilogue: each lane takes one V row through the tokens and stores u and o
     history, row full: load the state again, fold, store
     norm: barrier for the sums of squares; then store o
+
+With `conv` the CTA convolves its tokens in front (conv.py), behind which a barrier lies.
 """
 
 from functools import partial
@@ -38,6 +40,7 @@ from cutlass import BFloat16, Float32, Int32, Int64
 from ..arguments import VerifyPointers, VerifySizes, VerifyStrides
 from ..device import levels, ptx
 from ..device.args import Args, offset, typed
+from ..device.conv import NoConv
 from ..device.history import History, buffer_address, buffer_k_address, store_buffer_k
 from ..device.norm import Fp8Rows, NoRowNorm, RowNorm
 from ..device.recurrent import (
@@ -51,6 +54,7 @@ from ..device.recurrent import (
     without,
 )
 from ..device.tree import Chain, Tree, add_if_on
+from .conv import DraftConv
 from .decays import ChannelDecays, HeadDecays
 from .history import DraftHistory, NoHistory
 from .layout import ROW_GROUP, Facts, Layout
@@ -99,6 +103,9 @@ class Verify:
         self.channel, self.cta_rows = layout.channel, layout.cta_rows
         self.v_tiles = f.V // self.cta_rows
         self.groups = f.threads // self.state.lanes  # tokens' q and k per access of the CTA
+        self.convolves, self.conv = bool(f.conv), NoConv()
+        if self.convolves:
+            self.conv = DraftConv(self.state, self.tokens, f, layout.at.raw)
         self.norm = NoRowNorm(self.tokens.dtype)
         if f.norm:
             sums = layout.at.squares, ROW_GROUP, layout.square_words
@@ -126,7 +133,13 @@ class Verify:
             and f.mma_pairs != f.norm
             and layout.padded_K == f.K
         )
+        capped = capped or self.caps_convolved(f)
         self.limits = dict(max_number_threads=(512, 1, 1)) if capped else {}
+
+    def caps_convolved(self, f):
+        """Whether to cap a convolving variant, for four CTAs on an SM, where nothing spills."""
+        half = self.state.dtype is not Float32
+        return self.convolves and half and f.token_tile <= 4 and f.rows == 32 and not f.history
 
     def plan_products(self, f, layout):
         """The tensor cores' part, and which loads wait for it."""
@@ -155,7 +168,7 @@ class Verify:
         self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream
     ):
         words = self.layout.shared_words(size.C)
-        unused = (*self.norm.unused, *self.tree.unused, *self.history.unused)
+        unused = (*self.norm.unused, *self.tree.unused, *self.history.unused, *self.conv.unused)
         ptr, stride, size = (without(x, *unused) for x in (ptr, stride, size))
         self.kernel(ptr, scale, bound, stride, size).launch(
             grid=sequence_grid(self.v_tiles * size.HV, size.N),
@@ -217,10 +230,13 @@ class Verify:
 
     def load(self, draft, slot, active):
         """Issue all loads; returns them, and whether the sequence has work."""
-        coord = draft.coord
-        qk = self.tokens.load_qk(draft, coord.thread // self.state.lanes)
+        coord, qk, conv = draft.coord, None, None
+        if not self.convolves:
+            qk = self.tokens.load_qk(draft, coord.thread // self.state.lanes)
         gates = self.decays.load(draft)
         active = self.history.active(draft, active)
+        if self.convolves:
+            conv = self.conv.load(draft, slot, active)
         past = self.history.load(draft, active)
         state = self.products.load_state(draft, slot, active)
         v = z = None
@@ -228,13 +244,13 @@ class Verify:
             t = coord.thread % 32
             at = self.tokens.v_address(draft.args, coord, draft.start + t, coord.warp_row)
             ptx.prefetch_l2(at, (t < draft.length) & active)
-        else:
+        elif not self.convolves:
             v = self.load_v(draft, active)
         if self.late_z:
             self.norm.prefetch(draft, active)
         else:
             z = self.norm.load(draft)
-        return Loaded(qk, gates, past, state, v, z), active
+        return Loaded(qk, gates, past, state, v, z, conv), active
 
     def load_v(self, draft, active=True):
         """Load v of this lane's row, of every token."""
@@ -261,8 +277,13 @@ class Verify:
         """u and o of a sequence with work. o_at: address of o of token 0, row 0."""
         # Behind the branch: a wait for the parents must not hold up the loads of the state.
         parent = self.tree.load_parent(draft)
-        more = self.token_tile > self.groups
-        self.tokens.stage_qk(draft, self.groups, more, loaded.qk, self.store_qk)
+        if self.convolves:
+            loaded = loaded._replace(v=self.conv.stage(draft, loaded.conv))
+            cute.arch.sync_threads()
+            self.stage_convolved(draft)
+        else:
+            more = self.token_tile > self.groups
+            self.tokens.stage_qk(draft, self.groups, more, loaded.qk, self.store_qk)
         self.zero_buffer_k(draft)
         draft = draft._replace(path=self.tree.path(draft, parent))
         self.decays.stage(draft, loaded.gates, loaded.past)
@@ -285,7 +306,22 @@ class Verify:
     @cute.jit
     def store_qk(self, draft, t, qk):
         """Write a token's k and q, normalised and q scaled."""
-        q, k = [ptx.unpack(words, self.tokens.dtype) for words in qk]
+        self.store_key(draft, t, *(ptx.unpack(words, self.tokens.dtype) for words in qk))
+
+    @cute.jit
+    def stage_convolved(self, draft):
+        """store_qk of all tokens, whose convolved q and k lie in shared memory."""
+        thread, padded_K = draft.coord.thread, self.state.padded_K
+        first_of_warp = thread // 32 * self.state.warp_groups
+        for first in cutlass.range_constexpr(0, self.token_tile, self.groups):
+            if first_of_warp + first < draft.length:
+                t = cutlass.min(first + thread // self.state.lanes, self.token_tile - 1)
+                at = draft.shared + self.layout.at.raw + 2 * t * padded_K
+                rows = [self.state.load_shared(x, draft.coord) for x in (at, at + padded_K)]
+                self.store_key(draft, first + thread // self.state.lanes, *rows)
+
+    @cute.jit
+    def store_key(self, draft, t, q, k):
         q_scale, k_scale = self.tokens.qk_scales(draft.args, q, k)
         k, q = [x * k_scale for x in k], [x * q_scale for x in q]
         if t < draft.length:
