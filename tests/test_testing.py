@@ -16,6 +16,7 @@ from gated_delta.testing.cases import (
     AXES,
     BUFFERED,
     CONVOLVED,
+    CONVOLVED_DRAFTS,
     DIMS,
     FAMILIES,
     GATES,
@@ -61,8 +62,9 @@ def test_the_list_crosses_every_main_factor(op):
     added = {(c.axis, c.D, c.gate, c.layout) for c in cases(op) if c.layout in (*BUFFERED, *TREES)}
     factors = (AXES, DIMS, GATES, {*LAYOUTS[op]} & {*BUFFERED, *TREES})
     assert len(added) == math.prod(len(factor) for factor in factors)
-    convolved = {(c.D, c.gate, c.layout) for c in cases(op) if c.layout in CONVOLVED}
-    factors = ((*DIMS, *UNEQUAL_DIMS), GATES, {*LAYOUTS[op]} & {*CONVOLVED})
+    layouts = {*LAYOUTS[op]} & {*CONVOLVED, *CONVOLVED_DRAFTS}
+    convolved = {(c.D, c.gate, c.layout) for c in cases(op) if c.layout in layouts}
+    factors = ((*DIMS, *UNEQUAL_DIMS), GATES, layouts)
     assert len(convolved) == math.prod(len(factor) for factor in factors)
     assert len({c.label for c in cases(op)}) > 0.9 * len(cases(op))
     ranks = {(c.axis, c.D, c.heads) for c in cases(op) if c.heads in RANK_HEADS}

@@ -314,7 +314,7 @@ class VerifyLaunch(TokensLaunch):
 
     def __init__(self, operation: Operation, problem: Problem, plan: Plan, a: Any):
         super().__init__(operation, problem, plan, a, pointers=VerifyPointers)
-        aligned = () if "unaligned_qk" in problem.options else ("q", "k")
+        aligned: tuple[str, ...] = () if "unaligned_qk" in problem.options else ("q", "k")
         aligned = ("conv_weight",) if "conv" in problem.options else aligned
         more = ("buffer_u",) if has_history(problem) else ()
         self.vectors = (*aligned, "state", "buffer_k", *more)

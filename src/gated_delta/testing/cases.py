@@ -305,11 +305,12 @@ def _convolved(op: str) -> Iterator[tuple[_Factors, str]]:
     """decode and verify of raw q, k and v: the factors, the layout."""
     rng = random.Random(f"{op} convolved")
     layouts = dict(decode=CONVOLVED, verify=CONVOLVED_DRAFTS).get(op, ())
+    groups = ((5, 5), (3, 6), (2, 6), *(((1, 8),) if op == "decode" else ()))
     crossed = itertools.product(AXES, (*DIMS, *UNEQUAL_DIMS), GATES, layouts)
     for axis, D, gate, layout in crossed:
         if axis == "channel" and (gate != "softplus" or layout in INTERLEAVED):
             continue  # no kernels
-        heads = rng.choice(((5, 5), (3, 6), (2, 6), (1, 8)) if axis == "head" else ((5, 5),))
+        heads = rng.choice(groups if axis == "head" else ((5, 5),))
         family, state_dtype = rng.choice(FAMILIES), rng.choice((*STATE_DTYPES, torch.float16))
         yield (axis, D, heads, gate, family, "random", state_dtype), layout
 

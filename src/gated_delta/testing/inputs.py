@@ -249,12 +249,12 @@ def _conv(call: Call, rng: torch.Generator, device: torch.device | str) -> None:
     windows = [entries, entries.mT.contiguous().mT, padded[:, 1:, :C].mT][case.seed % 3]
     call.states["windows"] = windows.copy_(entries)
     if case.op == "verify":
-        _trails(call, C, device)
+        _trails(call, C, torch.device(device))
     if case.layout in INTERLEAVED:
         _interleave(call, H)
 
 
-def _trails(call: Call, C: int, device: torch.device | str) -> None:
+def _trails(call: Call, C: int, device: torch.device) -> None:
     """Trails of NaN with room to spare; the first sequence writes none if the call has rows."""
     case, N = call.case, len(call.case.lengths)
     entries = (MAX_DRAFT if case.packed else max(case.lengths)) + 2
