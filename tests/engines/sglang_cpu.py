@@ -412,6 +412,11 @@ def scatter_windows(*given):
     HybridLinearAttnBackend._scatter_speculative_state_with_mask(*given)
 
 
+def windows_overlap(_, __, breadth, kda):
+    """As on a GPU, where drafts' windows share memory unless drafts fork."""
+    return not kda and (breadth or 1) == 1
+
+
 def pin_cpu():
     """Every CPU is one to the engine: x86 without AMX, of one NUMA node.
 
@@ -469,6 +474,7 @@ def install():
         "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup": lambda _: (
             None
         ),
+        "sglang.srt.mem_cache.memory_pool.conv_window_dedup_enabled": windows_overlap,
     }.items():
         HookRegistry.register(target, function, HookType.REPLACE)
     HookRegistry.register(

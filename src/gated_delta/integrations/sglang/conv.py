@@ -3,8 +3,8 @@
 In prefill KDA's layers and Qwen3.5's pass a view of their projection. Qwen3-Next's projection
 interleaves q, k, v and z: with hooks its layers pass whole rows, no kernel splits them, and ours
 read each part by its strides. A decode step of such a layer is one call, with its convolution, and
-so is one of Qwen3.5 with few value heads. Other layers' decode, and drafts, stay the engine's.
-Imports the engine inside functions only.
+so are its drafts in a KVBuffer, and a step of Qwen3.5 with few value heads. The convolution of
+others' steps and drafts stays the engine's. Imports the engine inside functions only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gated_delta.integrations.checks import layer_gate
 from gated_delta.integrations.engine import projection
 from gated_delta.integrations.sglang import kernels, process
 from gated_delta.integrations.sglang.norm import FusedNorm
-from gated_delta.problem import UnsupportedProblem
+from gated_delta.problem import TAPS, KVBuffer, UnsupportedProblem
 
 LEAST_TOKENS = 64
 """Tokens of a prompt, on average, from which our kernel runs: for 64 prompts of 16 tokens the
@@ -67,18 +67,20 @@ class Convolution:
     """A backend's prefill and decode with our convolution.
 
     parts: q, k, v of the prefill in progress, if it has whole rows. missing: why the engine's
-    convolution runs in prefill, in_decode: in decode. norms: the gated norm of each layer with
-    whole rows, by its A_log. pairs: the A_log of each layer whose decode takes the engine's pair.
+    convolution runs, by operation. norms: the gated norm of each layer with whole rows, by its
+    A_log. pairs: the A_log of each layer whose decode takes the engine's pair.
     """
 
     def __init__(self, backend: Any):
-        self.backend, self.missing, self.in_decode = backend, "", ""
+        self.backend, self.missing = backend, dict[str, str]()
         self.parts: Sequence[Tensor] | None = None
         self.norms: dict[Tensor, Any] = {}
         self.pairs: set[Tensor] = set()
         self._convolve, self._extend = backend._convolve_prefill, backend.forward_extend
         self._decode = backend.forward_decode
-        self._decodes = isinstance(backend.kernel_dispatcher.decode_kernel, kernels.Operations)
+        kernels_of = backend.kernel_dispatcher
+        self._decodes = isinstance(kernels_of.decode_kernel, kernels.Operations)
+        self._verifies = isinstance(kernels_of.verify_kernel, kernels.Operations)
         backend._convolve_prefill = self.convolve
 
     def takes_whole_rows(self, batch: Any) -> bool:
@@ -101,7 +103,7 @@ class Convolution:
         state = process.state
         return (
             self._decodes
-            and not self.in_decode
+            and "decode" not in self.missing
             and not torch.compiler.is_compiling()
             and batch.logical_forward_mode.is_decode()
             and not batch.forward_mode.is_idle()
@@ -110,6 +112,30 @@ class Convolution:
             and state.check is None
             and getattr(self.backend.forward_metadata, "replayssm_write_pos", None) is None
         )
+
+    def takes_drafts(self, layer: Any, batch: Any) -> bool:
+        """Whether the layer may leave the split of this batch's drafts to us: lines, in a KVBuffer.
+
+        Not in the checking mode either, nor where the engine keeps each token's window apart, nor
+        in a prefill's graph, which may break at the layer.
+        """
+        from sglang.srt.model_executor.runner_utils.prefill_graph import is_in_prefill_graph_scope
+
+        state = process.state
+        if not (
+            self._verifies
+            and "verify" not in self.missing
+            and not torch.compiler.is_compiling()
+            and batch.forward_mode.is_target_verify()
+            and ("GDN", "verify") not in state.left
+            and not state.trees
+            and state.check is None
+            and not is_in_prefill_graph_scope()
+        ):
+            return False
+        cache = self.backend.req_to_token_pool.mamba2_layer_cache(layer.layer_id)
+        in_kvbuffer = isinstance(cache.intermediate_ssm, KVBuffer)
+        return in_kvbuffer and trails_of(cache.intermediate_conv_window[0]) is not None
 
     def decode(self, *, layer: Any, mixed_qkv: Any, a: Tensor, b: Tensor, **given: Any) -> Any:
         """The backend's `forward_decode`; mixed_qkv: [B, q|k|v], or whole rows, a and b [B, H, R].
@@ -151,37 +177,82 @@ class Convolution:
         self, layer: Any, parts: Sequence[Tensor], a: Tensor, b: Tensor, batch: Any
     ) -> Tensor | None:
         """Our decode of raw q, k, v, [1, B, HV, V]; None: the engine's convolution has to run."""
-        q, k, v = parts
+        slots = self.backend.forward_metadata.mamba_cache_indices
+        call = {name: x[:, None] for name, x in zip("qkvgb", (*parts, a, b), strict=True)}
+        o = self._run("decode", layer, call, dict(state_indices=slots[: len(a)]))
+        if o is None:
+            return None
         cache = self.backend.req_to_token_pool.mamba2_layer_cache(layer.layer_id)
-        slots, fused = self.backend.forward_metadata.mamba_cache_indices, _norm_of(layer)
-        norm, backend = fused.arguments(v) if fused else {}, process.backend_for(q)
-        call: dict[str, Any] = dict(q=q, k=k, v=v, g=a, beta=b, **norm)
-        call = {name: x[:, None] if isinstance(x, Tensor) else x for name, x in call.items()}
-        call |= dict(state=cache.temporal, state_indices=slots[: len(q)], null_index=0)
+        pools = cache.conv[0], cache.temporal, slots, layer.layer_id
+        self.backend._track_mamba_state_decode(batch, *pools)
+        return o.transpose(0, 1)
+
+    def _drafts(
+        self, layer: Any, parts: Sequence[Tensor], a: Tensor, b: Tensor, batch: Any
+    ) -> Tensor | None:
+        """Our verify of raw q, k, v, [1, T, HV, V]; None: the engine's convolution has to run.
+
+        The trails are the engine's windows after each token: its commit reads those of accepted
+        ones.
+        """
+        from sglang.srt.layers.attention.linear import utils
+
+        tables, pool = self.backend.forward_metadata, self.backend.req_to_token_pool
+        bounds, drafts = tables.query_start_loc, batch.spec_info.draft_token_num
+        N, cache = len(bounds) - 1, pool.mamba2_layer_cache(layer.layer_id)
+        slots, ring = tables.mamba_cache_indices[:N], process.state.ring
+        rows = utils.select_verify_intermediate_state_indices(
+            self.backend.verify_intermediate_state_indices,
+            batch.req_pool_indices,
+            slots >= 0,
+            pool.size,
+        )[:N]
+        more = dict(state_indices=slots, cu_seqlens=bounds, max_seqlen=drafts)
+        more |= dict(trails=trails_of(cache.intermediate_conv_window[0]), trail_indices=rows)
+        if ring is None:
+            more |= dict(buffer=cache.intermediate_ssm, buffer_indices=rows)
+        else:
+            more |= ring.arguments(cache.temporal, N)
+        call = {name: x[None] for name, x in zip("qkvgb", (*parts, a, b), strict=True)}
+        return self._run("verify", layer, call, more)
+
+    def _run(self, op: str, layer: Any, tokens: dict[str, Any], more: dict[str, Any]) -> Any:
+        """o of an operation on raw q, k, v, a as g, and b. None: the engine has to convolve.
+
+        Of outputs in FP8: memory of o's shape, never read.
+        """
+        q, v, beta = tokens["q"], tokens["v"], tokens.pop("b")
+        cache = self.backend.req_to_token_pool.mamba2_layer_cache(layer.layer_id)
+        axis, fused, backend = int(op == "decode"), _norm_of(layer), process.backend_for(q)
+        norm = fused.arguments(v.squeeze(axis)) if fused else {}
+        call: dict[str, Any] = tokens | dict(beta=beta, beta_logits=True) | more
+        call |= {x: y.unsqueeze(axis) if isinstance(y, Tensor) else y for x, y in norm.items()}
+        call |= dict(state=cache.temporal, null_index=0, backend=backend)
         call |= dict(gate=layer_gate(layer.A_log.reshape(-1), layer.dt_bias.reshape(-1)))
-        call |= dict(beta_logits=True, scale=layer.head_k_dim**-0.5, backend=backend)
+        call |= dict(scale=layer.head_k_dim**-0.5)
         try:
             given_conv = layer.conv_weights, layer.bias, "silu", cache.conv[0], q.dtype
-            o = api.decode(**call, **projection.convolution(*given_conv))
+            o = getattr(api, op)(**call, **projection.convolution(*given_conv))
         except UnsupportedProblem as error:  # nothing was written
-            self.in_decode = _lacking("decode", error)
+            self.missing[op] = _lacking(dict(verify="drafts").get(op, op), error)
             return None
         if fused:
             fused.applied = bool(norm)
         route = f" and convolution{kernels.more(norm)} on backend {backend}"
-        process.state.count("GDN", "decode", route)
-        pools = cache.conv[0], cache.temporal, slots, layer.layer_id
-        self.backend._track_mamba_state_decode(batch, *pools)
-        return q.new_empty(o.transpose(0, 1).shape) if "out" in norm else o.transpose(0, 1)
+        process.state.count("GDN", op, route)
+        return q.new_empty(o.shape) if "out" in norm else o
 
     def extend(self, *, layer: Any, mixed_qkv: Tensor, **given: Any) -> Tensor:
         """The backend's `forward_extend`; mixed_qkv: [T, q|k|v], or whole rows.
 
-        Where a graph breaks here, the result of whole rows is normalised.
+        Of drafts a and b are [T, H, R] then. Where a graph breaks here, the result of whole rows is
+        normalised.
         """
         C = projection.width(sizes_of(layer))
         if mixed_qkv.shape[1] == C:
             return self._extend(layer=layer, mixed_qkv=mixed_qkv, **given)
+        if given["forward_batch"].forward_mode.is_target_verify():
+            return self._verify(layer, parts_of(layer, mixed_qkv)[:3], **given)
         *self.parts, z = parts_of(layer, mixed_qkv)
         fused = _norm_of(layer)
         if breaks_here() and fused is not None:
@@ -198,6 +269,16 @@ class Convolution:
             return o
         return normalised(self.norms[layer.A_log], fused, o.flatten(0, -2), z).view(o.shape)
 
+    def _verify(
+        self, layer: Any, parts: Sequence[Tensor], *, a: Tensor, b: Tensor, **given: Any
+    ) -> Tensor:
+        """Drafts of whole rows; behind the engine's convolution if ours cannot run."""
+        o = self._drafts(layer, parts, a, b, given["forward_batch"])
+        if o is None:
+            given |= dict(a=a.flatten(1), b=b.flatten(1), mixed_qkv=projection.joined(parts))
+            o = self._extend(layer=layer, **given)
+        return o
+
     def convolve(
         self, layer: Any, batch: Any, mixed_qkv: Tensor, conv_states: Tensor, slots: Tensor
     ) -> Tensor:
@@ -205,7 +286,7 @@ class Convolution:
         bounds = self.backend.forward_metadata.query_start_loc
         N, whole = len(bounds) - 1, self.parts is not None
         parts = self.parts or projection.split(mixed_qkv, sizes_of(layer))
-        if not self.missing and (whole or len(mixed_qkv) >= LEAST_TOKENS * N):
+        if "prefill" not in self.missing and (whole or len(mixed_qkv) >= LEAST_TOKENS * N):
             rows = mixed_qkv if whole else mixed_qkv.new_empty(mixed_qkv.shape)
             try:
                 projection.convolve(
@@ -223,7 +304,7 @@ class Convolution:
                 )
                 return rows
             except UnsupportedProblem as error:  # nothing was written
-                self.missing = _lacking("prompts", error)
+                self.missing["prefill"] = _lacking("prompts", error)
         mixed_qkv = projection.joined(parts) if whole else mixed_qkv
         return self._convolve(layer, batch, mixed_qkv, conv_states, slots)
 
@@ -249,6 +330,17 @@ def sizes_of(attn: Any) -> projection.Sizes:
 def parts_of(attn: Any, rows: Tensor) -> tuple[Tensor, ...]:
     """q, k [T, H, K] and v, z [T, H, R, V] of whole rows, as views."""
     return projection.split_interleaved(rows, sizes_of(attn))
+
+
+def trails_of(windows: Tensor) -> Tensor | None:
+    """verify's trails [R, C, T + 2] in the engine's windows after each token [R, T, C, 3].
+
+    None if windows do not overlap, as of trees.
+    """
+    (R, T, C, W), (row, step, channel, entry) = windows.shape, windows.stride()
+    if step != entry or W != TAPS - 1:
+        return None
+    return windows.as_strided((R, C, T + W - 1), (row, channel, entry))
 
 
 def copied(x: Tensor) -> Tensor:
@@ -280,6 +372,7 @@ class WholeRows:
 
     def __call__(self, hidden_states: Tensor, forward_batch: Any) -> Tensor:
         steps = self.convolution.takes_steps(forward_batch)
+        steps = steps or self.convolution.takes_drafts(self.layer.attn, forward_batch)
         if not steps and not self.convolution.takes_whole_rows(forward_batch):
             return self.forward(hidden_states, forward_batch)
         layer, attn = self.layer, self.layer.attn
