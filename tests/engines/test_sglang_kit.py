@@ -574,6 +574,54 @@ def test_a_decode_step_is_one_call(kind, refused, monkeypatch):
             assert torch.equal(pool[padding], before[padding])
 
 
+@pytest.mark.parametrize("kind", [Qwen3GatedDeltaNet, Qwen3_5GatedDeltaNet])
+def test_drafts_in_a_kvbuffer_are_one_call(kind, monkeypatch):
+    """From the projection to the norm, the engine's windows too; if refused, it convolves."""
+    kit, case = KITS["GDN"][0], verify_case("GDN")
+    create = kit.Mamba2StateShape.create  # the kit's convolution has two taps
+    of_four = lambda **sizes: create(**sizes | dict(conv_kernel=4))
+    monkeypatch.setattr(kit.Mamba2StateShape, "create", of_four)
+    monkeypatch.setattr(qwen3_5, "_gdn_decode_fused_proj_conv", True)  # as on a GPU
+    fixture = kit.build_gdn_attention_fixture(CASE, case, **SIZES)
+    put_kvbuffer(fixture, "GDN")
+    (layer, x), backend, batch = layer_of(kind, fixture), fixture.backend, fixture.forward_batch
+    C = kit._conv_states(fixture).normal_().shape[1]
+    layer.attn.activation, layer.attn.conv_weights = "silu", torch.randn(C, 4).to(x)
+    drafts._prepare_target_verify_batch(batch, case, SIZES["device"])
+    batch.spec_info = drafts._make_spec_verify_input(
+        case, batch, topk=1, device=SIZES["device"], spec_kind="eagle"
+    )
+    cache = kit._clone_gdn_cache(fixture)
+    pool = fixture.runner.req_to_token_pool.mamba_pool.mamba_cache
+    steps, rows = pool.intermediate_conv_window[0], pool.intermediate_ssm.buffer
+    written = steps, rows.u, rows.k, rows.log_decay
+
+    def run():
+        for tensor in written:
+            tensor.fill_(torch.nan)
+        o, routes = run_layer("GDN", fixture, cache, layer, x)
+        return o, [tensor.clone() for tensor in written], routes
+
+    expected, (windows, *records), _ = run()
+    sglang_conv.hook(backend.linear_attn_backend, [layer])
+    sglang_norm.hook(layer)
+    verify, pair = sglang_conv.api.verify, kind is Qwen3_5GatedDeltaNet
+    one = lambda *given, **call: (refuse if "conv" in call else verify)(*given, **call)
+    for refused in (False, False, True):
+        if refused:
+            monkeypatch.setattr(sglang_conv.api, "verify", one)
+        o, (our_windows, *ours), routes = run()
+        # A pair's z has the rows of v, which the norm takes; a whole row's does not.
+        more = " and convolution and norm" if not refused else " and norm" if pair else ""
+        assert routes == {f"GDN verify{more} on backend {ROUTE}"}
+        torch.testing.assert_close(o, expected, **NEAR)
+        assert torch.equal(our_windows.nan_to_num(9), windows.nan_to_num(9))
+        for our, record in zip(ours, records, strict=True):
+            torch.testing.assert_close(our, record, equal_nan=True, **NEAR)
+        for now, before in zip(kit._clone_gdn_cache(fixture), cache, strict=True):
+            assert torch.equal(now, before)
+
+
 class Quantised(Projection):
     """A projection in block FP8: of (numbers, scales). inputs: how many such it got."""
 

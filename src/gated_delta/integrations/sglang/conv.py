@@ -2,9 +2,9 @@
 
 In prefill KDA's layers and Qwen3.5's pass a view of their projection. Qwen3-Next's projection
 interleaves q, k, v and z: with hooks its layers pass whole rows, no kernel splits them, and ours
-read each part by its strides. A decode step of such a layer is one call, with its convolution, and
-so are its drafts in a KVBuffer, and a step of Qwen3.5 with few value heads. The convolution of
-others' steps and drafts stays the engine's. Imports the engine inside functions only.
+read each part by its strides. A decode step of such a layer, or of Qwen3.5 with few value heads, is
+one call with its convolution, and so are their drafts in a KVBuffer. The convolution of others'
+steps and drafts stays the engine's. Imports the engine inside functions only.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ engine's two kernels take 41 us on an H100, ours and the copies 45."""
 WHOLE_ROWS = "Qwen3GatedDeltaNet"
 """The layer whose projection is [T, H, (q | k | v | z)]."""
 PAIRS = "Qwen3_5GatedDeltaNet"
-"""The layer whose decode gets a pair of projections, [B, q | k | v | z] and [B, b | a]."""
+"""The layer whose decode and drafts may be a pair, rows [T, q | k | v | z] and [T, b | a]."""
 
 
 def hook(backend: Any, layers: Sequence[Any]) -> None:
@@ -46,8 +46,9 @@ def hook(backend: Any, layers: Sequence[Any]) -> None:
         if not isinstance(layer.forward, WholeRows):
             layer.forward = WholeRows(layer, convolution)
     for layer in filter(decodes_pairs, layers):
-        backend.forward_decode = convolution.decode
+        backend.forward_extend, backend.forward_decode = convolution.extend, convolution.decode
         convolution.pairs.add(layer.attn.A_log)
+        backend.supports_packed_verify = convolution.takes_drafts_of(layer.attn)
 
 
 def decodes_pairs(layer: Any) -> bool:
@@ -68,7 +69,7 @@ class Convolution:
 
     parts: q, k, v of the prefill in progress, if it has whole rows. missing: why the engine's
     convolution runs, by operation. norms: the gated norm of each layer with whole rows, by its
-    A_log. pairs: the A_log of each layer whose decode takes the engine's pair.
+    A_log. pairs: the A_log of each layer whose decode and drafts take the engine's pair.
     """
 
     def __init__(self, backend: Any):
@@ -113,29 +114,32 @@ class Convolution:
             and getattr(self.backend.forward_metadata, "replayssm_write_pos", None) is None
         )
 
-    def takes_drafts(self, layer: Any, batch: Any) -> bool:
-        """Whether the layer may leave the split of this batch's drafts to us: lines, in a KVBuffer.
+    def takes_drafts_of(self, layer: Any) -> bool:
+        """Whether a layer's drafts can be one call: lines, in a KVBuffer.
 
-        Not in the checking mode either, nor where the engine keeps each token's window apart, nor
-        in a prefill's graph, which may break at the layer.
+        Not in the checking mode either, nor where the engine keeps each token's window apart.
+        """
+        state, cache = process.state, self.backend.req_to_token_pool.mamba2_layer_cache
+        if not self._verifies or state.trees or state.check or ("GDN", "verify") in state.left:
+            return False
+        drafts = cache(layer.layer_id)
+        in_kvbuffer = isinstance(getattr(drafts, "intermediate_ssm", None), KVBuffer)
+        return in_kvbuffer and trails_of(drafts.intermediate_conv_window[0]) is not None
+
+    def takes_drafts(self, layer: Any, batch: Any) -> bool:
+        """Whether a layer may leave the split of this batch's drafts to us.
+
+        Not in a prefill's graph, which may break at the layer.
         """
         from sglang.srt.model_executor.runner_utils.prefill_graph import is_in_prefill_graph_scope
 
-        state = process.state
-        if not (
-            self._verifies
+        return (
+            batch.forward_mode.is_target_verify()
             and "verify" not in self.missing
             and not torch.compiler.is_compiling()
-            and batch.forward_mode.is_target_verify()
-            and ("GDN", "verify") not in state.left
-            and not state.trees
-            and state.check is None
             and not is_in_prefill_graph_scope()
-        ):
-            return False
-        cache = self.backend.req_to_token_pool.mamba2_layer_cache(layer.layer_id)
-        in_kvbuffer = isinstance(cache.intermediate_ssm, KVBuffer)
-        return in_kvbuffer and trails_of(cache.intermediate_conv_window[0]) is not None
+            and self.takes_drafts_of(layer)
+        )
 
     def decode(self, *, layer: Any, mixed_qkv: Any, a: Tensor, b: Tensor, **given: Any) -> Any:
         """The backend's `forward_decode`; mixed_qkv: [B, q|k|v], or whole rows, a and b [B, H, R].
@@ -163,15 +167,9 @@ class Convolution:
         """o and z of a pair; None: the engine has to run it."""
         if layer.A_log not in self.pairs or not self.takes_steps(batch):
             return None
-        (rows, ba), HV, V = pair, layer.num_v_heads, layer.head_v_dim
-        b, a = ba.chunk(2, 1)
+        rows, (b, a) = pair[0], pair[1].chunk(2, 1)
         o = self._raw(layer, projection.split(rows, sizes_of(layer)), a, b, batch)
-        if o is None:
-            return None
-        fused = _norm_of(layer)
-        if fused is not None and fused.applied:  # nobody reads z
-            return o, o[0]
-        return o, rows[:, -HV * V :].unflatten(1, (HV, V))
+        return None if o is None else (o, _gate_behind(layer, rows, o))
 
     def _raw(
         self, layer: Any, parts: Sequence[Tensor], a: Tensor, b: Tensor, batch: Any
@@ -242,12 +240,17 @@ class Convolution:
         process.state.count("GDN", op, route)
         return q.new_empty(o.shape) if "out" in norm else o
 
-    def extend(self, *, layer: Any, mixed_qkv: Tensor, **given: Any) -> Tensor:
+    def extend(self, *, layer: Any, mixed_qkv: Any, **given: Any) -> Any:
         """The backend's `forward_extend`; mixed_qkv: [T, q|k|v], or whole rows.
 
-        Of drafts a and b are [T, H, R] then. Where a graph breaks here, the result of whole rows is
-        normalised.
+        Of drafts a and b are [T, H, R] then; or mixed_qkv is a pair, as in `decode`. Where a graph
+        breaks here, the result of whole rows is normalised.
         """
+        if isinstance(mixed_qkv, tuple):
+            rows, (b, a) = mixed_qkv[0], mixed_qkv[1].chunk(2, 1)
+            parts = projection.split(rows, sizes_of(layer))
+            drafts = self._verify(layer, parts, **given | dict(a=a, b=b))
+            return drafts, _gate_behind(layer, rows, drafts)
         C = projection.width(sizes_of(layer))
         if mixed_qkv.shape[1] == C:
             return self._extend(layer=layer, mixed_qkv=mixed_qkv, **given)
@@ -272,12 +275,16 @@ class Convolution:
     def _verify(
         self, layer: Any, parts: Sequence[Tensor], *, a: Tensor, b: Tensor, **given: Any
     ) -> Tensor:
-        """Drafts of whole rows; behind the engine's convolution if ours cannot run."""
-        o = self._drafts(layer, parts, a, b, given["forward_batch"])
-        if o is None:
-            given |= dict(a=a.flatten(1), b=b.flatten(1), mixed_qkv=projection.joined(parts))
-            o = self._extend(layer=layer, **given)
-        return o
+        """o of raw drafts; behind the engine's convolution of a copy if ours cannot run."""
+        batch = given["forward_batch"]
+        if self.takes_drafts(layer, batch):
+            o = self._drafts(layer, parts, a, b, batch)
+            if o is not None:
+                return o
+        a, b = (x.flatten(1).contiguous() for x in (a, b))
+        mixed_qkv = projection.joined(parts)
+        result: Tensor = self._extend(layer=layer, mixed_qkv=mixed_qkv, a=a, b=b, **given)
+        return result
 
     def convolve(
         self, layer: Any, batch: Any, mixed_qkv: Tensor, conv_states: Tensor, slots: Tensor
@@ -311,6 +318,14 @@ class Convolution:
 
 def _norm_of(layer: Any) -> FusedNorm | None:
     return process.state.norms.get(layer.A_log)
+
+
+def _gate_behind(layer: Any, rows: Tensor, o: Tensor) -> Tensor:
+    """z [T, HV, V] of Qwen3.5's rows, for its norm; any tensor of its shape if o is normalised."""
+    fused, HV, V = _norm_of(layer), layer.num_v_heads, layer.head_v_dim
+    if fused is not None and fused.applied:
+        return o[0]
+    return rows[:, -HV * V :].unflatten(1, (HV, V))
 
 
 def _lacking(tokens: str, error: UnsupportedProblem) -> str:

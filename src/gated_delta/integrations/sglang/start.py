@@ -16,8 +16,8 @@ from gated_delta.problem import FP8, TAPS, GatedNorm, KVBuffer, ShortConv, Unsup
 class Layer(NamedTuple):
     """A linear layer on this rank: "GDN" or "KDA", heads, head dims, the dtype of its tokens.
 
-    norm: our calls include its gated norm. fp8: they also quantise its results. raw: decode takes
-    rows of its projection, with its convolution. raw_drafts: so does verify.
+    norm: our calls include its gated norm. fp8: they also quantise its results. raw: decode, and
+    verify of drafts in a KVBuffer, take rows of its projection, with its convolution.
     """
 
     layers: str
@@ -30,7 +30,6 @@ class Layer(NamedTuple):
     norm: bool = False
     fp8: bool = False
     raw: bool = False
-    raw_drafts: bool = False
 
     def tokens(self, T: int, device: torch.device) -> dict[str, Any]:
         """A packed sequence of T tokens."""
@@ -59,14 +58,14 @@ class Layer(NamedTuple):
 
     def raw_steps(self, step: dict[str, Any]) -> list[load.Call]:
         """The decode of raw tokens that `step` is with their convolution, if our kernels run it."""
-        return self._raw("decode", step) if self.raw else []
+        return self._raw("decode", step)
 
     def _raw(self, op: str, step: dict[str, Any], **more: Tensor) -> list[load.Call]:
         given = self.convolution(step | dict(cu_seqlens=None))
         raw = step | {name: given[name] for name in ("conv", "windows")} | more
         raw |= dict(state=step["state"][:1])  # as many slots as windows
         calls: list[load.Call] = [(op, raw)]
-        return [] if load.refused(calls) else calls
+        return [] if not self.raw or load.refused(calls) else calls
 
     def calls(
         self,
@@ -149,11 +148,10 @@ class Layer(NamedTuple):
         if tree:
             verify |= dict(parents=zero.new_full((1, drafts), -1))
             flush |= dict(path=zero[:, None])
-        raw: list[load.Call] = []
-        if self.raw_drafts and not tree:
-            C = 2 * self.H * self.K + self.HV * self.V
-            trails = verify["q"].new_zeros(1, C, drafts + TAPS - 2)
-            raw = self._raw("verify", verify, trails=trails, trail_indices=zero)
+        C = 2 * self.H * self.K + self.HV * self.V
+        trails = verify["q"].new_zeros(1, C, drafts + TAPS - 2)
+        given = dict(trails=trails, trail_indices=zero)
+        raw = [] if tree else self._raw("verify", verify, **given)
         return [("verify", verify), *raw, ("flush", flush)]
 
 
@@ -206,9 +204,8 @@ def kinds_of(modules: list[Any], kind: str, dtype: torch.dtype) -> dict[Layer, i
         attn, gate = module.attn, norm.gate_of(module)
         fused = gate is not None, gate is not None and norm.takes_fp8(module, gate)
         heads = attn.num_k_heads, attn.num_v_heads, attn.head_k_dim, attn.head_v_dim
-        rows = conv.has_whole_rows(module)
-        raw = rows or conv.decodes_pairs(module), rows
-        layer = Layer(kind, *heads, dtype, attn.lower_bound, *fused, *raw)
+        raw = conv.has_whole_rows(module) or conv.decodes_pairs(module)
+        layer = Layer(kind, *heads, dtype, attn.lower_bound, *fused, raw)
         layer_ids[layer] = attn.layer_id
     return layer_ids
 
