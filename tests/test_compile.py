@@ -34,6 +34,8 @@ STACK_BYTES = {
     "K=96": 16,
     # GDN's prepare, whose threads have 168 registers: the lane, once an item.
     "prefill_overlapped axis=head": 8,
+    # 16 drafts on fp32 states with a convolution, whose threads keep all inputs.
+    "token_tile=16 rows=32 threads=128 norm=True conv=bf16": 48,
 }
 """Local memory allowed, by a part of the variant's label; all other variants use none."""
 LEVEL_STACK_BYTES = {("sm_80", "verify axis=channel K=128 V=128 state_dtype=fp32"): 8}
