@@ -85,6 +85,12 @@ def test_all_missing_kernels_are_named(monkeypatch, tmp_path):
     assert f"; `gated-delta compile --size 64x64 --out {tmp_path}` builds the kernels" in lines[0]
     assert all(line.startswith("  - decode axis=head K=64 V=64 ") for line in lines[1:])
     assert present[0].label not in str(raised.value)
+    more = load.unbuildable([decode()], CPU)
+    assert more.startswith(f"{len(lines)} more kernels: `gated-delta compile --size 64x64 --out ")
+    monkeypatch.setenv("GATED_DELTA_JIT", "1")
+    for version in ("4.9.0", None):  # the compiler's
+        monkeypatch.setattr(compile, "installed", lambda *_, version=version: version)
+        assert load.unbuildable([decode()], CPU) == ("" if version else more)
 
 
 def test_what_the_operations_refuse_is_said_of_each():

@@ -25,7 +25,6 @@ from .integrations.engine.projection import MOST_HEADS
 from .integrations.sglang.kernels import ring_lacks
 from .integrations.sglang.norm import SWITCH
 from .integrations.sglang.process import drafts_need
-from .integrations.sglang.records.decode_ring import FROM_HEADS
 from .integrations.sglang.start import Layer, in_fp8
 from .integrations.vllm.calls import Recurrence, room, too_many
 from .ops.launch import MAX_NORM
@@ -489,7 +488,8 @@ def _sglang(asked: Asked, model: Model) -> tuple[list[Mode], dict[str, int]]:
     state = torch.empty(2, HV, V, K, dtype=model.state_dtype)  # calls that are described, not run
     scratch: Any = None
     drafts: dict[str, int] = {}
-    in_kvbuffer = compile.flag("GATED_DELTA_SGLANG_KVBUFFER", False)
+    pays = load.pays(family, model.state_dtype, asked.requests * HV)
+    in_kvbuffer = compile.flag("GATED_DELTA_SGLANG_KVBUFFER", pays)
     T, unfit = asked.drafts, drafts_need(asked.drafts, asked.tree, in_kvbuffer)
     gate = "channel" if family == "KDA" else "head"
     sizes: dict[str, Any] = dict(H=H, HV=HV, K=K, V=V, gate=gate)
@@ -521,7 +521,8 @@ def _sglang(asked: Asked, model: Model) -> tuple[list[Mode], dict[str, int]]:
             mode.leave(f"ours needs {lacks}")
         if mode.name == "decode" and own_ring and T:
             mode.leave("a ring takes no drafts: GATED_DELTA_SGLANG_RING=1 ends the start")
-        if mode.name == "decode" and own_ring and (family, state.element_size()) not in FROM_HEADS:
+        never = (family, state.element_size()) not in load.FROM_HEADS
+        if mode.name == "decode" and own_ring and never:
             mode.leave(
                 "16-bit states of KDA have no ring: GATED_DELTA_SGLANG_RING=1 ends the start"
             )

@@ -386,6 +386,18 @@ def install_block_fp8():
         module.dispatch_w8a8_block_fp8_linear = lambda **_: block_fp8_linear
 
 
+def install_pairs():
+    """Qwen3.5's decode gets a pair of projections, as on a GPU, and the engine splits it there."""
+    from sglang.srt.layers.attention.linear import gdn_backend
+    from sglang.srt.models import qwen3_5
+
+    qwen3_5._gdn_decode_fused_proj_conv = True
+    fits = "can_use_fused_qkvzba_causal_conv1d_update_contiguous"
+    setattr(gdn_backend, fits, lambda *_, **given: (False, "a CPU"))
+    splits = fused_qkvzba_split_reshape_cat_contiguous_cpu
+    gdn_backend.fused_qkvzba_split_reshape_cat_contiguous = splits
+
+
 # ------------------------------------------------------------------- in place of CUDA in the engine
 
 

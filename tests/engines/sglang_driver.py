@@ -92,13 +92,13 @@ if case["engine"].get("enable_deterministic_inference"):
     choices.add_deterministic_attention_backend_choices(["torch_native"])
     choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
 process.state.calls = Written("sglang", process.LOG.info)
-from sglang.srt.models import qwen2_moe, qwen3_5, qwen3_next
+from sglang.srt.models import qwen2_moe, qwen3_next
 from sglang.srt.models.deepseek_common import attention_backend_handler as latents
 from sglang.srt.models.deepseek_common.attention_forward_methods import AttnForwardMethod
 
 # torch_native takes the cache's latents for keys and values where no prompt has a prefix.
 latents.AttentionBackendRegistry.register("torch_native", lambda *_: AttnForwardMethod.MLA)
-qwen3_5._gdn_decode_fused_proj_conv = True  # as on a GPU
+sglang_cpu.install_pairs()
 
 
 class Dense(qwen2_moe.Qwen2MoeMLP):

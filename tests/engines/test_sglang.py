@@ -1,5 +1,6 @@
 """The plug-in in the real SGLang, on a CPU: make test-sglang. sglang_cpu.py replaces CUDA."""
 
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -63,6 +64,7 @@ from gated_delta.integrations.sglang.records import ring as rings
 from gated_delta.problem import KVBuffer, UnsupportedProblem
 
 load_plugins()  # as each of the engine's processes does
+scatter_mamba_states_after_mtp_verify = inspect.unwrap(scatter_mamba_states_after_mtp_verify)
 ENGINES = dict(GDN=TritonGDNKernel, KDA=TritonKDAKernel)
 H, HV, D, P = 2, 4, 32, 8
 POISON = float("nan")
@@ -368,8 +370,8 @@ class Configurator:
     device, attn_dp_size, pp_size = "cpu", 1, 1
     model_config = SimpleNamespace(dtype=torch.float32)
 
-    def __init__(self, layers):
-        dtype = mamba_utils.Mamba2StateDType(conv=torch.float32, temporal=torch.float32)
+    def __init__(self, layers, states=torch.float32):
+        dtype = mamba_utils.Mamba2StateDType(conv=torch.float32, temporal=states)
         if layers == "GDN":
             sizes = dict(
                 intermediate_size=HV * D,
@@ -409,13 +411,16 @@ def under(**flags):
     return get_context().override_server_args(**settings)
 
 
-def speculating(drafts=4, topk=1, **flags):
-    return under(
-        linear_attn_verify_backend=process.NAME,
-        speculative_num_draft_tokens=drafts,
-        speculative_eagle_topk=topk,
-        **flags,
-    )
+@contextlib.contextmanager
+def speculating(drafts=4, topk=1, kvbuffer="1", **flags):
+    """kvbuffer: the environment's word; None leaves it to the default."""
+    flags |= dict(speculative_num_draft_tokens=drafts, speculative_eagle_topk=topk)
+    asked = {} if kvbuffer is None else {process.DRAFTS: kvbuffer}
+    with (
+        mock.patch.dict(os.environ, asked),
+        under(linear_attn_verify_backend=process.NAME, **flags),
+    ):
+        yield
 
 
 PARENTS = [[0, 0, 0, 1], [3, 0, 9, 9], [0, 0, 1, 0], [2, 0, 0, 9], [9, 9, 9, 9]]
@@ -617,6 +622,47 @@ def test_the_pool_keeps_its_scratch_without_a_kvbuffer(monkeypatch, caplog):
     assert "tensors on a CUDA device, got cpu" in caplog.text
 
 
+def test_another_release_gets_no_hooks_for_drafts(monkeypatch):
+    """Nobody has asked for them, and it may lack what they hook into."""
+    from sglang.srt.arg_groups import choices
+
+    monkeypatch.delenv(process.DRAFTS, raising=False)
+    hooked = []
+    monkeypatch.setattr(HookRegistry, "register", lambda target, *_: hooked.append(target))
+    for refusal in ("0.9.0", None):
+        monkeypatch.setattr(choices, "LINEAR_ATTN_KERNEL_BACKEND_CHOICES", ["triton"])
+        monkeypatch.setattr(process, "refusal", lambda refusal=refusal: refusal)
+        hooked.clear()
+        plugin.register()
+        assert (kvbuffer.COMMIT in hooked) == (refusal is None)
+
+
+def test_by_default_large_batches_drafts_are_in_a_kvbuffer(monkeypatch, caplog):
+    """With fewer value heads, and always with 16-bit states of KDA, states stay."""
+    monkeypatch.delenv(process.DRAFTS, raising=False)
+    caplog.set_level("INFO")
+    for layers, states, heads in (
+        ("GDN", torch.float32, 1024),
+        ("KDA", torch.float32, 2048),
+        ("GDN", torch.bfloat16, 4096),
+    ):
+        configurator = Configurator(layers, states)
+        for requests in (heads // HV - 1, heads // HV):
+            caplog.clear()
+            with speculating(kvbuffer=None, max_running_requests=requests):
+                found = kvbuffer.sizes(configurator)
+            assert (found is not None) == (requests * HV == heads)
+            assert ("gains little" in caplog.text) == (found is None)
+    with speculating(kvbuffer=None, max_running_requests=9999):
+        assert kvbuffer.sizes(Configurator("KDA", torch.bfloat16)) is None
+    # A pack without its kernels ends the start only if a buffer was asked for.
+    monkeypatch.setattr(load, "unbuildable", lambda *_: "2 more kernels")
+    for asked in (None, "1"):
+        with speculating(kvbuffer=asked, max_running_requests=9999):
+            assert (kvbuffer.sizes(Configurator("GDN")) is None) == (asked is None)
+    assert "a KVBuffer needs 2 more kernels" in caplog.text
+
+
 def test_memory_for_drafts_is_reserved_as_they_take_it():
     """The engine subtracts its reservation: for its scratch, or for the KVBuffer."""
     from sglang.srt.mem_cache import kv_cache_configurator as module
@@ -666,6 +712,7 @@ def hooks_of(module, monkeypatch):
     hooks = {}
     take = lambda target, hook, kind: hooks.update({target.rpartition(".")[2]: hook})
     monkeypatch.setattr(HookRegistry, "register", take)
+    monkeypatch.setattr(HookRegistry, "_hooks", {})  # the plug-in has registered by default
     module.register()
     return hooks
 
@@ -921,7 +968,7 @@ def test_hooks_of_other_plug_ins_do_not_displace_ours(monkeypatch):
 
 def test_a_rings_memory_is_reserved(monkeypatch):
     """For the requests that run; else each slot of states pays a part of a request's row."""
-    monkeypatch.setitem(decode_ring.FROM_HEADS, ("KDA", 4), 7 * HV)
+    monkeypatch.setitem(load.FROM_HEADS, ("KDA", 4), 7 * HV)
     configurator, seen = Configurator("KDA"), []
     configurator.extra_mamba_cache_bytes_per_req = 100
     configurator._calculate_mamba_ratio = lambda: 5
@@ -1898,7 +1945,7 @@ def test_engine_with_states_kept_inside_a_prefill(qwen3_5, expected, tmp_path):
     assert tokens_kept % 64 == 0
     assert run.cached(1)[2] > 256
     assert run.ran.keys() == BOTH
-    run.looked_for_what_it_needs()
+    run.looked_for_what_it_needs(maybe="decode ")
     assert run.convolved() == {"split"}
     # `check --engine` asks about the same kernels.
     asked = preflight.Asked("sglang", qwen3_5, dtype=torch.float32)
@@ -1983,7 +2030,7 @@ def test_engine_under_tensor_parallelism(qwen3_5, expected, tmp_path):
     assert len(run.ranks) == 2
     assert run.ranks[0] == run.ranks[1]
     assert run.ran.keys() == BOTH
-    run.looked_for_what_it_needs()
+    run.looked_for_what_it_needs(maybe="decode ")
 
 
 def unused_norm(model):
@@ -2161,7 +2208,9 @@ def test_engine_in_a_ring(qwen3_5, expected_long, tmp_path):
     run.agrees_with(expected_long)
     assert run.log.count("retract") >= 5
     in_ring = "GDN decode and norm in a ring on backend reference"
-    assert run.ran.keys() == BOTH | {in_ring}  # one request is decoded without the ring
+    # One request is decoded without the ring; the checking mode works out convolved tokens.
+    alone = "GDN decode and norm on backend reference"
+    assert run.ran.keys() == {PREFILL, alone, in_ring}
     assert run.ran[in_ring] > run.ran[PREFILL]
     assert min(run.cached(2)) >= 64  # a state that decode kept
     assert "15 tokens of 4 requests, 36 % of a state each" in run.log

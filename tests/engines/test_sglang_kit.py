@@ -115,6 +115,7 @@ def _the_flags_are_ours(monkeypatch, request):
         request.getfixturevalue("poisoned_memory")
     for kit, _, _ in KITS.values():
         monkeypatch.setattr(kit, "get_context", Context)
+    monkeypatch.setenv(process.DRAFTS, "1")  # these batches are small
     process.state.calls.counts.clear()
 
 

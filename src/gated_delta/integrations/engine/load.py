@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -14,6 +15,16 @@ from gated_delta.problem import MAX_BUFFER, UnsupportedProblem, unique
 
 Call = tuple[str, dict[str, Any]]
 """An operation and its arguments."""
+
+
+FROM_HEADS = {("GDN", 4): 1024, ("KDA", 4): 2048, ("GDN", 2): 4096}
+"""Value heads of a batch from which records pay, by layers and bytes of a state's element. KDA's
+rows take too much of a 16-bit state."""
+
+
+def pays(layers: str, state: torch.dtype, heads: int) -> bool:
+    """Whether records pay in batches of so many value heads; layers: "GDN" or "KDA"."""
+    return heads >= FROM_HEADS.get((layers, state.itemsize), math.inf)
 
 
 def room(drafts: int, states: torch.dtype) -> int:
@@ -74,6 +85,14 @@ def unbuilt(
         return (), ""
     labels = [x.label for x in needed(calls, gpu) if compile.find(x, gpu) is None]
     return tuple(labels), dispatch.how_to_build(needed([*calls, *others], gpu), gpu)
+
+
+def unbuildable(calls: Sequence[Call], device: torch.device | Gpu) -> str:
+    """The command that builds kernels which these calls lack here, and `load` would miss; or ""."""
+    if compile.may_compile() and compile.installed(compile.COMPILER):
+        return ""
+    missing, command = unbuilt(calls, device, ())
+    return f"{len(missing)} more kernels: {command}" if missing else ""
 
 
 def load(calls: Sequence[Call], device: torch.device | Gpu, others: Sequence[Call] = ()) -> None:

@@ -40,7 +40,7 @@ def register() -> None:
     their resolution. A second call does nothing.
     """
     # First: the engine logs an error in it, and the flags do not get their choice.
-    in_kvbuffer = flag("GATED_DELTA_SGLANG_KVBUFFER", False)
+    in_kvbuffer = flag(process.DRAFTS, True)
     in_ring = flag("GATED_DELTA_SGLANG_RING", False)
     from sglang.srt.arg_groups import choices
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -64,7 +64,7 @@ def register() -> None:
         _allow_ring,
         HookType.AROUND,
     )
-    if in_kvbuffer:
+    if in_kvbuffer and not process.refusal():
         kvbuffer.register()
     if in_ring:
         decode_ring.register()

@@ -25,6 +25,7 @@ FLAGS = dict(
     prefill="linear_attn_prefill_backend",
     verify="linear_attn_verify_backend",
 )
+DRAFTS = "GATED_DELTA_SGLANG_KVBUFFER"
 CHUNK = 64
 """A prefill keeps states for the prefix cache after multiples of so many tokens."""
 RING_NEEDS = "a ring in SGLang (GATED_DELTA_SGLANG_RING=0 turns it off) needs"
@@ -121,10 +122,14 @@ def hook(hooks: Mapping[str, Callable[..., Any]], kind: str) -> None:
     HookRegistry.apply_hooks()
 
 
+def refusal() -> str | None:
+    """Why RELEASE does not serve the installed SGLang; None if it does."""
+    return RELEASE.refusal(importlib.metadata.version("sglang"))
+
+
 def supported() -> bool:
     """Whether the installed SGLang is one that RELEASE serves; logs an error if not."""
-    version = importlib.metadata.version("sglang")
-    reason = RELEASE.refusal(version)
+    version, reason = importlib.metadata.version("sglang"), refusal()
     if reason:
         knows = f"gated_delta knows SGLang {RELEASE.version}, not {reason}"
         LOG.error(f"{knows}: the engine chooses its own kernels")

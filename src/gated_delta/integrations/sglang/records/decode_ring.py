@@ -24,10 +24,6 @@ from gated_delta.integrations.sglang.records.ring import Ring, register_folds, r
 from gated_delta.integrations.sglang.start import Layer
 from gated_delta.problem import MAX_BUFFER, KVBuffer, UnsupportedProblem
 
-FROM_HEADS = {("GDN", 4): 1024, ("KDA", 4): 2048, ("GDN", 2): 4096}
-"""Value heads of a batch from which a ring pays, by layers and bytes of a state's element. KDA's
-rows take too much of a 16-bit state."""
-
 
 def register() -> None:
     """Hooks into the engine where it sizes and builds its pools."""
@@ -60,7 +56,7 @@ def needs(configurator: Any) -> str:
 
 def heads_of(configurator: Any, layer: Layer) -> int | None:
     """From how many value heads of a batch on a ring pays; None if never."""
-    return FROM_HEADS.get((layer.layers, state_of(configurator, layer).element_size()))
+    return load.FROM_HEADS.get((layer.layers, state_of(configurator, layer).element_size()))
 
 
 def sizes(configurator: Any) -> dict[str, Any] | None:

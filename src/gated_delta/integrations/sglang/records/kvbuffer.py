@@ -1,14 +1,16 @@
 """SGLang's drafts in a KVBuffer: `verify` fills it, `flush` commits the accepted tokens.
 
-Enabled by GATED_DELTA_SGLANG_KVBUFFER=1. By default the engine keeps a whole state for each draft
-token of each request until tokens are accepted. A KVBuffer replaces these states if verify is
-gated_delta's and our kernels can run it; the engine's other pools get the memory saved. Otherwise
-the engine keeps its states. Nothing is imported from the engine before `register` is called.
+The engine keeps a whole state for each draft token of each request until tokens are accepted. A
+KVBuffer replaces these states if verify is gated_delta's, our kernels can run it, and batches are
+large enough to gain; the engine's other pools get the memory saved. Otherwise the engine keeps its
+states, as with GATED_DELTA_SGLANG_KVBUFFER=0; with 1 batches may be small. Nothing is imported from
+the engine before `register` is called.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
 import torch
@@ -70,6 +72,8 @@ def sizes(configurator: Any) -> dict[str, Any] | None:
     layer, missing = layer_of(configurator), ""
     if layer is None:
         missing = "GDN or KDA layers"
+    elif not _pays(configurator, layer):
+        return None
     if unfit := process.drafts_need(drafts, tree, in_kvbuffer=True):
         missing = unfit
     elif get_memory().enable_unified_memory or get_exec().mamba.enable_linear_replayssm_spec:
@@ -85,6 +89,8 @@ def sizes(configurator: Any) -> dict[str, Any] | None:
             )["verify"]
             refused = load.refused(calls) or card_check.failing(calls, process.LOG)
             missing = load.why(refused)
+            if not missing and process.DRAFTS not in os.environ:  # a default ends no start
+                missing = load.unbuildable(calls, torch.device(configurator.device))
             if not missing:
                 layer_ids = configurator._get_mamba_layer_ids_for_req_pool()
                 return arguments | dict(num_layers=len(layer_ids))
@@ -92,6 +98,17 @@ def sizes(configurator: Any) -> dict[str, Any] | None:
         "gated_delta leaves the engine's scratch for drafts as it is; a KVBuffer needs %s", missing
     )
     return None
+
+
+def _pays(configurator: Any, layer: Layer) -> bool:
+    """Whether the largest batch gains, or the environment asks for a KVBuffer."""
+    heads = (requests_of(configurator) or 0) * layer.HV
+    states = state_of(configurator, layer).dtype
+    if process.DRAFTS in os.environ or load.pays(layer.layers, states, heads):
+        return True
+    line = "gated_delta leaves drafts in states: a KVBuffer gains little with %d value heads (%s=1)"
+    process.LOG.info(line, heads, process.DRAFTS)
+    return False
 
 
 def _capacity(configurator: Any, drafts: int, tree: bool) -> int:
