@@ -1,4 +1,4 @@
-"""verify's convolution on the emulator: the cases, and the bits of short_conv and verify."""
+"""verify's convolution on the emulator: cases with trails, against the oracle."""
 
 import pytest
 

@@ -58,6 +58,11 @@ def decodes_pairs(layer: Any) -> bool:
     return few and any(x.__name__ == PAIRS for x in type(layer).__mro__)
 
 
+def takes_raw(layer: Any) -> bool:
+    """Whether our calls of a layer's steps and drafts can include the convolution."""
+    return has_whole_rows(layer) or decodes_pairs(layer)
+
+
 def has_whole_rows(layer: Any) -> bool:
     """Whether a layer's projection interleaves q, k, v and z, and its forward is the engine's."""
     known: Any = next((x for x in type(layer).__mro__ if x.__name__ == WHOLE_ROWS), None)

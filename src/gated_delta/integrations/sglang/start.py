@@ -204,8 +204,7 @@ def kinds_of(modules: list[Any], kind: str, dtype: torch.dtype) -> dict[Layer, i
         attn, gate = module.attn, norm.gate_of(module)
         fused = gate is not None, gate is not None and norm.takes_fp8(module, gate)
         heads = attn.num_k_heads, attn.num_v_heads, attn.head_k_dim, attn.head_v_dim
-        raw = conv.has_whole_rows(module) or conv.decodes_pairs(module)
-        layer = Layer(kind, *heads, dtype, attn.lower_bound, *fused, raw)
+        layer = Layer(kind, *heads, dtype, attn.lower_bound, *fused, conv.takes_raw(module))
         layer_ids[layer] = attn.layer_id
     return layer_ids
 

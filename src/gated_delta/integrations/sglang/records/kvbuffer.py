@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gated_delta import api
 from gated_delta.integrations.engine import card_check, load
-from gated_delta.integrations.sglang import norm, process
+from gated_delta.integrations.sglang import conv, norm, process
 from gated_delta.integrations.sglang.records.ring import Ring, register_folds, rules
 from gated_delta.integrations.sglang.start import Layer, linear_layers
 from gated_delta.problem import KVBuffer, unique
@@ -139,6 +139,7 @@ def layer_of(configurator: Any) -> Layer | None:
     for module in linear_layers(configurator)[:1]:  # the start checks all of them
         fused = norm.gate_of(module) is not None
         layer = layer._replace(lower_bound=module.attn.lower_bound, norm=fused)
+        layer = layer._replace(raw=conv.takes_raw(module))
     return layer
 
 
