@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import gated_delta as gd
+from gated_delta.ops import OPERATIONS
 from gated_delta.problem import Tokens
 from gated_delta.reference import recurrent
 from gated_delta.testing import cases, run_case
-from gated_delta.testing.cases import TREES
+from gated_delta.testing.cases import CONVOLVED_DRAFTS, TREES
 from gated_delta.testing.compare import error, rounding_unit
 from gated_delta.testing.oracle import Expected
 from gpu import (
@@ -619,18 +620,20 @@ def test_bits_do_not_depend_on_the_batch(axis, state_dtype, T):
         same(state[order], alone[order])
 
 
-# -------------------------------------------------------------------------------- trees of drafts
+# -------------------------------------------------------------- trees of drafts, convolved drafts
 
-TREE_CASES = [
+LISTED = [
     case
     for op in ("verify", "flush")
     for case in cases(op)
-    if case.layout in TREES and not case.reference_only
+    if case.layout in (*TREES, *CONVOLVED_DRAFTS)
+    and not case.reference_only
+    and not OPERATIONS[op].missing(case.problem)
 ]
 
 
-@pytest.mark.parametrize("case", TREE_CASES, ids=str)
-def test_cases_of_trees_pass(case):
+@pytest.mark.parametrize("case", LISTED, ids=str)
+def test_cases_of_trees_and_of_convolved_drafts_pass(case):
     result = run_case(case, "cute", "cuda")
     assert result.passed, result.failures
 
