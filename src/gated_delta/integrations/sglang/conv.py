@@ -53,9 +53,8 @@ def hook(backend: Any, layers: Sequence[Any]) -> None:
 
 def decodes_pairs(layer: Any) -> bool:
     """Whether a layer's decode is faster with its convolution, on the engine's pair."""
-    attn = layer.attn
-    few = attn.num_v_heads <= projection.MOST_HEADS * attn.num_k_heads
-    return few and any(x.__name__ == PAIRS for x in type(layer).__mro__)
+    pairs = any(x.__name__ == PAIRS for x in type(layer).__mro__)
+    return pairs and layer.attn.num_v_heads <= projection.MOST_HEADS * layer.attn.num_k_heads
 
 
 def takes_raw(layer: Any) -> bool:
