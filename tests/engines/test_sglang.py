@@ -629,6 +629,8 @@ def test_another_release_gets_no_hooks_for_drafts(monkeypatch):
     monkeypatch.delenv(process.DRAFTS, raising=False)
     hooked = []
     monkeypatch.setattr(HookRegistry, "register", lambda target, *_: hooked.append(target))
+    adds = "add_linear_attn_kernel_backend_choices"
+    monkeypatch.setattr(choices, adds, lambda names: None)  # it extends the flags' own lists
     for refusal in ("0.9.0", None):
         monkeypatch.setattr(choices, "LINEAR_ATTN_KERNEL_BACKEND_CHOICES", ["triton"])
         monkeypatch.setattr(process, "refusal", lambda refusal=refusal: refusal)
