@@ -36,8 +36,9 @@ from .tokens import compared, save_random
 HEADS = 4
 """Value heads of both models."""
 VOCABULARY = dict(gdn=256, kda=64)
-TIES = dict(gdn=0.125, kda=0.25)
-"""The log probability that the truth's token may have above another one's, where answers part."""
+TIES = dict(gdn=0.2, kda=0.25)
+"""The log probability that the truth's token may have above another one's, where answers part.
+Two engines' differ by up to 0.1 in bf16, for one request alone, too."""
 RING_FROM = 24
 """Requests from which SGLang's ring is used; the models' heads are few."""
 GRACE = 3

@@ -297,7 +297,7 @@ def verify(
     reference backend; on the kernels it counts as -1.
     conv, windows: q, k and v are raw and convolved here, as in decode with conv, by q/k head too.
     windows: [P, C, 3], by state_indices, only read. Not with parents.
-    trails: [R, C, W] in q's dtype, W at least 2 and the longest draft. A sequence of m tokens
+    trails: [R, C, W] in q's dtype, W at least 2 + the longest draft. A sequence of m tokens
     writes 2 + m entries of row trail_indices[n] (row n when None; negative: none): the window's
     last two and its inputs. `trails[r, :, t - 1 : t + 2]` is the window after t of them.
 
