@@ -950,6 +950,7 @@ def test_an_error_is_not_taken_for_a_refusal(tmp_path: Path) -> None:
         (kimi_linear, True),
         (glm5_next, True),
         (ling, False),
+        (olmo_hybrid, True),
         (kimi_k3, False),
     ],
 )
