@@ -134,7 +134,7 @@ def test_a_trail_has_the_window_after_each_token():
 
 
 def test_packed_drafts_of_unequal_lengths_leave_trails():
-    """Of 4, 3, 0 and 1 tokens, by their place, and behind them tokens of nobody, with NaN."""
+    """Of 4, 3, 0 and 1 tokens, by their place, and behind them tokens of no sequence, NaN."""
     lengths, one = [4, 3, 0, 1], call()
     for name in ("q", "k", "v", "g", "beta"):
         one[name] = one[name].flatten(0, 1)[None].clone()

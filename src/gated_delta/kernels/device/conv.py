@@ -98,6 +98,32 @@ class Filter:
         return y.to(self.dtype).to(Float32)
 
 
+class KeyChannel(NamedTuple):
+    """A channel of a q/k head's q | k, both padded to padded_K."""
+
+    is_k: Any
+    c: Int32
+    """In its row; at least K: padding."""
+    index: Int32
+    """Among all channels."""
+    target: Any
+    """Place of its output in a shared row of q and k."""
+    has_place: Any
+    """Whether there is one: padding's, too."""
+    inside: Any
+
+
+def key_channel(state, h, i, key_channels):
+    """Channel i of q/k head h's q | k; key_channels: of all heads' q."""
+    padded_K = state.padded_K
+    is_k = i >= padded_K
+    c = i - Int32(select_(is_k, Int32(padded_K), Int32(0)))
+    index = h * state.K + c + Int32(select_(is_k, key_channels, Int32(0)))
+    target = i - c + state.position(c)
+    has_place = i < 2 * padded_K
+    return KeyChannel(is_k, c, index, target, has_place, has_place & (c < state.K))
+
+
 class Conv:
     """facts: decode's. v_offset: of v in a token's record, behind q and k."""
 
@@ -122,18 +148,12 @@ class Conv:
         key_channels = args.size.conv_key_channels
         h = qk_head(coord.hv, args.size.qk_head_factor)
         q_at, k_at = self.tokens.qk_addresses(args, coord, 0)
-        step, padded_K = Int32(self.dtype.width // 8), self.state.padded_K
+        size = Int32(self.dtype.width // 8)
         channels = []
-        for first in range(0, 2 * padded_K, self.threads):
-            i = coord.thread + first
-            is_k = i >= padded_K
-            c = i - Int32(select_(is_k, Int32(padded_K), Int32(0)))
-            index = h * self.state.K + c + Int32(select_(is_k, key_channels, Int32(0)))
-            at = select_(is_k, k_at, q_at) + offset(c, step)
-            target = i - c + self.state.position(c)
-            has_place = i < 2 * padded_K
-            inside = has_place & (c < self.state.K)
-            channels.append(Channel(inside, index, at, target, has_place, True))
+        for first in range(0, 2 * self.state.padded_K, self.threads):
+            x = key_channel(self.state, h, coord.thread + first, key_channels)
+            at = select_(x.is_k, k_at, q_at) + offset(x.c, size)
+            channels.append(Channel(x.inside, x.index, at, x.target, x.has_place, True))
         for first in range(0, self.cta_rows, self.threads):
             i = coord.thread + first
             row = coord.v_tile * self.cta_rows + i

@@ -15,7 +15,7 @@ from cutlass.cutlass_dsl import select_
 
 from ..device import ptx
 from ..device.args import offset, qk_head, tensor_at
-from ..device.conv import TAPS, Filter, Taps
+from ..device.conv import TAPS, Filter, Taps, key_channel
 from ..device.recurrent import load_index
 
 
@@ -55,19 +55,13 @@ class DraftConv:
         h = qk_head(coord.hv, args.size.qk_head_factor)
         q_at, k_at = self.tokens.qk_addresses(args, coord, draft.start)
         key_channels = args.size.conv_key_channels
-        size, padded_K = Int32(self.dtype.width // 8), self.state.padded_K
+        size = Int32(self.dtype.width // 8)
         channels = []
-        for first in range(0, 2 * padded_K, self.threads):
-            i = coord.thread + first
-            is_k = i >= padded_K
-            c = i - Int32(select_(is_k, Int32(padded_K), Int32(0)))
-            index = h * self.state.K + c + Int32(select_(is_k, key_channels, Int32(0)))
-            at = select_(is_k, k_at, q_at) + offset(c, size)
-            step = Int32(select_(is_k, args.stride.k_t, args.stride.q_t))
-            target = i - c + self.state.position(c)
-            has_place = i < 2 * padded_K
-            inside = has_place & (c < self.state.K)
-            channels.append(Channel(inside, index, at, step, target, has_place))
+        for first in range(0, 2 * self.state.padded_K, self.threads):
+            x = key_channel(self.state, h, coord.thread + first, key_channels)
+            at = select_(x.is_k, k_at, q_at) + offset(x.c, size)
+            step = Int32(select_(x.is_k, args.stride.k_t, args.stride.q_t))
+            channels.append(Channel(x.inside, x.index, at, step, x.target, x.has_place))
         at = self.tokens.v_address(args, coord, draft.start, coord.o_row)
         index = 2 * key_channels + coord.hv * self.V + coord.o_row
         return [*channels, Channel(coord.stores_o, index, at, args.stride.v_t, None)]
