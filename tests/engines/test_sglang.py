@@ -1162,10 +1162,12 @@ def test_triton_updates_lengths_as_torch(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("N", "held", "due"), [(1, False, False), (9, True, False), (9, True, True)]
+    ("N", "G", "held", "due"),
+    [(1, 1, False, False), (9, 1, True, False), (9, 1, True, True), (9, 3, True, True)],
 )
-def test_triton_commits_drafts_as_torch(N, held, due, monkeypatch):
-    """Counts, lengths and convolution windows beside vLLM's prefix cache. Guards lie around."""
+def test_triton_commits_drafts_as_torch(N, G, held, due, monkeypatch):
+    """Counts, lengths and convolution windows of G block tables beside vLLM's prefix cache. Guards
+    lie around."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     engine = "gated_delta.integrations.engine"
     kernels, lengths = map(
@@ -1181,13 +1183,14 @@ def test_triton_commits_drafts_as_torch(N, held, due, monkeypatch):
         starts = torch.tensor([0, *torch.randint(1, 5, (N,)).cumsum(0)], dtype=torch.int32)
         before = torch.randint(0, 17, (batch,), dtype=torch.int32)
         sampled = torch.randint(0, 7, (batch,), dtype=torch.int32)  # more than tokens, too
-        slots = 1 + torch.arange(N * columns).view(N, columns)[torch.randperm(N)]
-        table = torch.zeros(batch, columns, dtype=torch.int32)
-        table[rows] = slots.int()
+        slots = 1 + torch.randperm(G * N * columns, dtype=torch.int32).view(G, N, columns)
+        tables = list(torch.zeros(G, batch, columns, dtype=torch.int32))
+        for table, of_table in zip(tables, slots, strict=True):
+            table[rows] = of_table
         running = (before[rows] + starts.diff() - 1) // block
         running = running.clamp(max=columns - 1).long()
-        source = slots.gather(1, running[:, None].expand(-1, 3)).int()[:, 0]  # a column
-        windows = torch.randn(2, 1 + N * columns, width + 3, D)
+        source = slots.gather(2, running.expand(G, -1)[..., None]).flatten()
+        windows = torch.randn(2, 1 + G * N * columns, width + 3, D)
         both = []
         for module in (lengths, kernels):
             ring = SimpleNamespace(
@@ -1201,18 +1204,23 @@ def test_triton_commits_drafts_as_torch(N, held, due, monkeypatch):
             moved = moved.mT.contiguous().mT if seed % 2 else moved  # vLLM has both layouts
             given = rows, starts, before, after, sampled, ring if held else None
             counts = module.accept(*given, block=block, columns=columns)
-            to = module.move_windows(moved, source, table, rows, counts, width=width)
-            both.append([*counts, to, moved, after[rows], ring.lens])
+            given = moved, tables, rows, counts, ring.step_rows
+            places = module.move_windows(*given, width=width, buffer_size=100)
+            both.append([*counts, *places, moved, after[rows], ring.lens])
         for ours, triton in zip(*both):
             assert ours.dtype == triton.dtype
             assert torch.equal(ours, triton)
-        accepted, boundary, _, _, folded, _, to, *_ = both[0]
-        met |= {"past a block"} if boundary.any() else set()
-        met |= {"stays"} if (folded == 0).any() else set()
-        met |= {"in place"} if ((to[1] == source) & (accepted > 1)).any() else set()
-        instead = module.accept(*given[:3], before, *given[4:], block=block, columns=columns)
+            assert places.source.tolist() == source.tolist()
+            row = torch.arange(G)[:, None] * 100 + ring.step_rows[:N]
+            assert places.row.tolist() == row.flatten().tolist()
+        met |= {"past a block"} if counts.boundary.any() else set()
+        met |= {"stays"} if (counts.folded == 0).any() else set()
+        in_place = (places.last == source) & (counts.accepted.repeat(G) > 1)
+        met |= {"in place"} if in_place.any() else set()
+        tokens = rows, starts, before, before, sampled, ring if held else None
+        instead = module.accept(*tokens, block=block, columns=columns)
         assert torch.equal(before[rows], both[0][-2])  # before itself receives them
-        assert torch.equal(instead.accepted, accepted)
+        assert torch.equal(instead.accepted, counts.accepted)
     assert met >= {"past a block", "in place", *(["stays"] if held else [])}
 
 

@@ -1003,8 +1003,9 @@ class Stack:
         self.builder.rows = None
         self.builder.layers = [
             SimpleNamespace(
-                kv_cache=(None, self.storage[pool]),
+                kv_cache=(self.storage[pool, 0, 0], self.storage[pool]),
                 kvbuffer=self.buffer.layer(i),
+                builder=None,
                 ring=0,
                 buffered=True,
                 null_index=0,
@@ -1012,7 +1013,7 @@ class Stack:
             )
             for i, pool in enumerate(self.pools)
         ]
-        assert len(self.builder.stacks) == (1 if even else L)
+        assert len(self.builder.pools) == (1 if even else L)
 
     def flushed(self, counts: list[int], slots: list[int], **options: Any) -> torch.Tensor:
         """A copy of the storage with the first tokens of some rows folded."""

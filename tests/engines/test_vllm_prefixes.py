@@ -179,8 +179,8 @@ def test_a_state_without_a_block_is_noticed(monkeypatch: pytest.MonkeyPatch) -> 
     move = ring_lengths.move_windows
 
     def freed(*args: Any, **options: Any) -> Any:
-        at_end, last = move(*args, **options)
-        return at_end * 0, last
+        places = move(*args, **options)
+        return places._replace(at_end=places.at_end * 0)
 
     monkeypatch.setattr(ring_lengths, "move_windows", freed)
     with pytest.raises(RuntimeError, match=r"states 0 0: expected blocks .*, got none, in rows \["):
@@ -226,14 +226,14 @@ def test_connectors_save_what_was_committed(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("before", "lens", "sampled", "accepted", "boundary", "column", "boundary_column"),
-    [
-        (16, 1, 0, 1, 0, 1, 1),  # a part of a prompt, of one token
-        (14, 4, 2, 2, 0, 0, 0),  # ends with the block: one slot
-        (14, 4, 3, 3, 2, 1, 0),
-        (14, 4, 1, 1, 0, 0, 0),
-        (14, 2, 9, 2, 0, 0, 0),
-        (63, 4, 4, 4, 1, 3, 3),  # the table's last column
+    ("before", "lens", "sampled", "accepted", "boundary", "columns"),
+    [  # columns: that the step runs in, of the last accepted token, of the block that it passes
+        (16, 1, 0, 1, 0, [1, 1, 1]),  # a part of a prompt, of one token
+        (14, 4, 2, 2, 0, [1, 0, 0]),  # ends with the block: one slot
+        (14, 4, 3, 3, 2, [1, 1, 0]),
+        (14, 4, 1, 1, 0, [1, 0, 0]),
+        (14, 2, 9, 2, 0, [0, 0, 0]),
+        (63, 4, 4, 4, 1, [3, 3, 3]),  # the table's last column
     ],
 )
 def test_what_a_step_commits(
@@ -242,8 +242,7 @@ def test_what_a_step_commits(
     sampled: int,
     accepted: int,
     boundary: int,
-    column: int,
-    boundary_column: int,
+    columns: list[int],
 ) -> None:
     """The second of three sequences has drafts; blocks of 16 tokens, 4 columns."""
     others = [5, before, 7]
@@ -251,6 +250,5 @@ def test_what_a_step_commits(
     rows, starts = torch.tensor([1]), torch.tensor([0, lens])
     step = commit.Step(rows, starts, before_step, before_step.clone(), 16, 4)
     counts = step.accept(torch.tensor([1, sampled, 1]))
-    columns = [column, boundary_column]
     assert [int(x) for x in counts] == [accepted, boundary, *columns, accepted, boundary]
     assert (step.after + torch.tensor([0, sampled, 0])).tolist() == [5, before + accepted, 7]

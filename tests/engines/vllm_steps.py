@@ -449,10 +449,13 @@ class Runner(Steps):
                 vars(layer).update(fuses_norm=False, deterministic=False, gate_lower_bound=BOUND)
                 vars(layer).update(builder=None, aligned=False, _metadata=metadata)
                 vars(layer)["_convolution"] = lambda w=windows, x=weight: (w, x, None, "silu")
-                if not self.slots:
-                    layer.kvbuffer = layer.buffer(rows, "cpu")
-                    for x in vars(layer.kvbuffer).values():
-                        x.fill_(torch.nan)
+        if not self.slots:
+            alike = [layers[f"states {table} {n}"] for n in range(2) for table in range(2)]
+            buffer = alike[0].buffer(rows, "cpu", num_layers=4)
+            for x in vars(buffer).values():
+                x.fill_(torch.nan)
+            for i, layer in enumerate(alike):
+                layer.kvbuffer = buffer.layer(i)
         return list(layers.values())
 
     def metadata(self, name: str) -> Any:

@@ -1,5 +1,7 @@
 """`ring_lengths` on a GPU, one launch a call. Imported there alone: the engine brings Triton."""
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -7,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gated_delta.integrations.engine.counts import Counts
+from gated_delta.integrations.engine.counts import Counts, Places
 
 BLOCK = 256
 CHANNELS = 1024
@@ -56,7 +58,7 @@ def accept(
     """As ring_lengths.accept."""
     N = len(rows)
     step = triton.cdiv(N, 4) * 4  # aligned to 16 bytes, so that one variant serves
-    counts = torch.empty(6, step, dtype=torch.int32, device=rows.device)
+    counts = torch.empty(7, step, dtype=torch.int32, device=rows.device)
     lens = (ring.lens, ring.step_rows, ring.step_lens) if ring else (starts, rows, starts)
     due = ring.due.view(torch.int8) if ring and ring.due is not None else starts
     flags = ring is not None, due is not starts
@@ -67,16 +69,33 @@ def accept(
 
 
 def move_windows(
-    windows: Tensor, slots: Tensor, table: Tensor, rows: Tensor, counts: Counts, *, width: int
-) -> Tensor:
+    windows: Tensor,
+    tables: Sequence[Tensor],
+    rows: Tensor,
+    counts: Counts,
+    buffer_rows: Tensor,
+    *,
+    width: int,
+    buffer_size: int,
+) -> Places:
     """As ring_lengths.move_windows."""
-    (L, _, _, D), N = windows.shape, len(rows)
-    to = torch.empty(2, N, dtype=torch.int32, device=rows.device)
-    tensors = windows, slots, table, rows, to, *counts[:4]
-    strides = *windows.stride(), slots.stride(0), table.stride(0)
+    (L, _, _, D), N, G = windows.shape, len(rows), len(tables)
+    step = triton.cdiv(G * N, 4) * 4  # as in accept
+    places = torch.empty(6, step, dtype=torch.int32, device=rows.device)
+    first = tables[0].data_ptr()
+    offsets = _offsets(rows.device, *((table.data_ptr() - first) // 4 for table in tables))
+    tensors = windows, tables[0], offsets, rows, buffer_rows, places, *counts
+    strides = *windows.stride(), tables[0].stride(0)
     channels = min(CHANNELS, triton.next_power_of_2(D))
-    _move_windows[N, L, triton.cdiv(D, channels)](*tensors, *strides, N, D, width, channels)
-    return to
+    grid = G * N, L, triton.cdiv(D, channels)
+    _move_windows[grid](*tensors, *strides, N, step, buffer_size, D, width, channels)
+    return Places(*places[:, : G * N].unbind())
+
+
+@functools.cache
+def _offsets(device: torch.device, *offsets: int) -> Tensor:
+    """Of int32 tables from the first one, in elements. An engine's tables stay where they are."""
+    return torch.tensor(offsets, device=device)
 
 
 @triton.jit(do_not_specialize=["N", "tokens"])
@@ -164,11 +183,12 @@ def _accept(
     end, column = start + accepted, start // block
     to_end = (column + 1) * block - start
     boundary = tl.where(to_end < accepted, to_end, 0)
-    last, folded, to_boundary = (end - 1) // block, accepted, boundary
+    running, last = (start + tokens - 1) // block, (end - 1) // block
+    folded, to_boundary = accepted, boundary
     if RING:
         held = tl.load(step_lens + n, inside, other=0)
         length = held + accepted
-        folds = (last != (start + tokens - 1) // block) | (boundary > 0) | (end % block == 0)
+        folds = (last != running) | (boundary > 0) | (end % block == 0)
         folds = folds | (length > room)
         if DUE:
             folds = folds | (tl.load(due + n, inside, other=0) != 0)
@@ -178,52 +198,64 @@ def _accept(
     tl.store(after + row, end - taken, inside)
     tl.store(counts + n, accepted, inside)
     tl.store(counts + step + n, boundary, inside)
-    tl.store(counts + 2 * step + n, tl.minimum(last, columns - 1), inside)
-    tl.store(counts + 3 * step + n, tl.minimum(column, columns - 1), inside)
-    tl.store(counts + 4 * step + n, folded, inside)
-    tl.store(counts + 5 * step + n, to_boundary, inside)
+    tl.store(counts + 2 * step + n, tl.minimum(running, columns - 1), inside)
+    tl.store(counts + 3 * step + n, tl.minimum(last, columns - 1), inside)
+    tl.store(counts + 4 * step + n, tl.minimum(column, columns - 1), inside)
+    tl.store(counts + 5 * step + n, folded, inside)
+    tl.store(counts + 6 * step + n, to_boundary, inside)
 
 
-@triton.jit(do_not_specialize=["N"])
+@triton.jit(do_not_specialize=["N", "step", "buffer_size"])
 def _move_windows(
     windows,
-    slots,
-    table,
+    tables,
+    offsets,
     rows,
-    to,
+    buffer_rows,
+    places,
     accepted_at,
     boundary_at,
+    running_column_at,
     column_at,
     boundary_column_at,
+    folded_at,
+    to_boundary_at,
     layer_stride,
     slot_stride,
     token_stride,
     channel_stride,
-    slots_stride,
     table_stride,
     N,
+    step,
+    buffer_size,
     D,
     WIDTH: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    n, layer, part = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    i, layer, part = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    table, n = i // N, i % N
     accepted, boundary = tl.load(accepted_at + n), tl.load(boundary_at + n)
-    blocks = table + tl.load(rows + n).to(tl.int64) * table_stride
+    blocks = tables + tl.load(offsets + table) + tl.load(rows + n).to(tl.int64) * table_stride
+    source = tl.load(blocks + tl.load(running_column_at + n))
     last = tl.load(blocks + tl.load(column_at + n))
     at_end = tl.load(blocks + tl.load(boundary_column_at + n))
     at_end = tl.where(boundary > 0, at_end, 0)
     if (layer == 0) & (part == 0):
-        tl.store(to + n, at_end)
-        tl.store(to + N + n, last)
+        tl.store(places + i, source)
+        tl.store(places + step + i, at_end)
+        tl.store(places + 2 * step + i, last)
+        tl.store(places + 3 * step + i, tl.load(folded_at + n))
+        tl.store(places + 4 * step + i, tl.load(to_boundary_at + n))
+        tl.store(places + 5 * step + i, tl.load(buffer_rows + n) + table * buffer_size)
     channel = part * CHANNELS + tl.arange(0, CHANNELS)
     inside, passed = channel < D, channel < tl.where(boundary > 0, D, 0)
     place = windows + layer * layer_stride + channel.to(tl.int64) * channel_stride
-    source = place + tl.load(slots + n * slots_stride).to(tl.int64) * slot_stride
+    place_of_source = place + source.to(tl.int64) * slot_stride
     place_of_last = place + last.to(tl.int64) * slot_stride
     place_at_end = place + at_end.to(tl.int64) * slot_stride
     # In this order: the last slot may be the source, whose tokens move towards its first.
     for token in tl.static_range(WIDTH):
-        after = tl.load(source + (token + accepted - 1) * token_stride, inside)
-        at_boundary = tl.load(source + (token + boundary - 1) * token_stride, passed)
+        after = tl.load(place_of_source + (token + accepted - 1) * token_stride, inside)
+        at_boundary = tl.load(place_of_source + (token + boundary - 1) * token_stride, passed)
         tl.store(place_of_last + token * token_stride, after, inside)
         tl.store(place_at_end + token * token_stride, at_boundary, passed)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gated_delta.integrations.engine.counts import Counts
+from gated_delta.integrations.engine.counts import Counts, Places
 
 
 def lengths_of(x: Tensor) -> Any:
@@ -90,9 +91,9 @@ def accept(
     end, column = start + accepted, start // block
     to_end = (column + 1) * block - start
     boundary = to_end * (to_end < accepted)
-    last, folded, to_boundary = (end - 1) // block, accepted, boundary
+    running, last = (start + lens - 1) // block, (end - 1) // block
+    folded, to_boundary = accepted, boundary
     if ring is not None:
-        running = (start + lens - 1) // block
         due = (last != running) | (boundary > 0) | (end % block == 0)
         held = ring.step_lens[:n]
         count = held + accepted
@@ -101,25 +102,42 @@ def accept(
         ring.lens[ring.step_rows[:n]] = (count * ~due).int()
         folded, to_boundary = count * due, (held + boundary) * (boundary > 0)
     after[index] = (end - taken).to(after.dtype)
-    last, column = (x.clamp(max=columns - 1) for x in (last, column))
-    return Counts(*(x.int() for x in (accepted, boundary, last, column, folded, to_boundary)))
+    running, last, column = (x.clamp(max=columns - 1) for x in (running, last, column))
+    counts = accepted, boundary, running, last, column, folded, to_boundary
+    return Counts(*(x.int() for x in counts))
 
 
 def move_windows(
-    windows: Tensor, slots: Tensor, table: Tensor, rows: Tensor, counts: Counts, *, width: int
-) -> Tensor:
-    """Moves convolution windows to where accepted tokens end. Returns [2, n] int32: the slots of
-    the states at the blocks' ends, 0 where no block is passed, and after the accepted tokens.
+    windows: Tensor,
+    tables: Sequence[Tensor],
+    rows: Tensor,
+    counts: Counts,
+    buffer_rows: Tensor,
+    *,
+    width: int,
+    buffer_size: int,
+) -> Places:
+    """Moves convolution windows to where accepted tokens end.
 
-    windows: [L, slots, tokens, D], L layers, any strides. slots: [n], where the step has run. The
-    window of `width` tokens that ends i tokens behind a slot's first one begins at token i. table:
-    [batch, columns], slots of blocks; 0 is nobody's. rows: [n], sequences of the table.
+    windows: [L, slots, tokens, D], L layers of each block table, any strides. The window of `width`
+    tokens that ends i tokens behind a slot's first one begins at token i. tables: G of [batch,
+    columns], slots of blocks; 0 is nobody's. rows: [n], sequences of the tables. buffer_rows: [n or
+    more], of each sequence in a buffer that has buffer_size rows for each block table.
     """
-    index = rows.long()
-    at_end = table[index, counts.boundary_column.long()] * (counts.boundary > 0)
-    to = torch.stack([at_end, table[index, counts.column.long()]]).int()
-    moved = torch.stack([counts.boundary, counts.accepted])
-    first = (moved - 1).clamp(min=0)[..., None] + torch.arange(width, device=windows.device)
-    sources = slots * (moved > 0)  # the window of slot 0 goes to itself
-    windows[:, to[..., None], torch.arange(width)] = windows[:, sources[..., None], first]
-    return to
+    index, shifts = rows.long(), torch.arange(width, device=windows.device)
+    first_rows = torch.arange(len(tables), device=rows.device)[:, None] * buffer_size
+    columns = counts.running_column, counts.boundary_column, counts.column
+    source, at_end, last = (
+        torch.cat([table[index, column.long()] for table in tables]).int() for column in columns
+    )
+    accepted, boundary, folded, to_boundary = (
+        x.repeat(len(tables))
+        for x in (counts.accepted, counts.boundary, counts.folded, counts.folded_to_boundary)
+    )
+    at_end = at_end * (boundary > 0)
+    to, moved = torch.stack([at_end, last]), torch.stack([boundary, accepted])
+    first = (moved - 1).clamp(min=0)[..., None] + shifts
+    sources = source * (moved > 0)  # the window of slot 0 goes to itself
+    windows[:, to[..., None], shifts] = windows[:, sources[..., None], first]
+    row = (first_rows + buffer_rows[: len(rows)]).flatten().int()
+    return Places(source, at_end, last, folded, to_boundary, row)

@@ -9,9 +9,8 @@ imports it.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from vllm.v1.attention.backends.recoverssm_metadata import (
 )
 from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 
-from gated_delta.integrations.engine.counts import Counts
+from gated_delta.integrations.engine.counts import Counts, Places
 from gated_delta.integrations.engine.ring_lengths import lengths_of
 from gated_delta.integrations.vllm import process
 from gated_delta.integrations.vllm.ring import Rows
@@ -36,7 +35,8 @@ class Step:
 
     rows [n]: theirs in the batch. starts [n+1]: of their tokens of this step. before [batch]:
     tokens computed before. after: to receive them for vLLM, as of `accept` in ring_lengths.
-    requests: rows that accepted drafts stay in, by request; None if each step folds.
+    requests: rows that accepted drafts stay in, by request; None if each step folds. tables:
+    [batch, columns], slots of blocks, by their builder. counts: None before the commit.
     """
 
     rows: Tensor
@@ -46,14 +46,13 @@ class Step:
     block: int
     columns: int
     requests: Rows | None = None
+    tables: dict[Any, Tensor] = field(default_factory=dict)
     counts: Counts | None = None
 
     def accept(self, sampled: Tensor) -> Counts:
-        """sampled [batch]: tokens sampled in each row. The first block table counts for all."""
-        if self.counts is None:
-            batch = self.rows, self.starts, self.before, self.after, sampled, self.requests
-            counts = lengths_of(sampled).accept(*batch, block=self.block, columns=self.columns)
-            self.counts = counts
+        """sampled [batch]: tokens sampled in each row."""
+        batch = self.rows, self.starts, self.before, self.after, sampled, self.requests
+        self.counts = lengths_of(sampled).accept(*batch, block=self.block, columns=self.columns)
         return self.counts
 
 
@@ -69,7 +68,10 @@ class Metadata(GDNAttentionMetadata, RecoverSSMMetadata):
     step: Step | None = None
 
     def commit_recoverssm_state(self, sampled: Tensor) -> RecoverSSMPostprocessMetadata | None:
-        """sampled: the number of tokens of each request, in the batch's order."""
+        """The step's first block table commits all of them. sampled: the number of tokens of each
+        request, in the batch's order."""
+        if self.step is not None and self.step.counts is not None:
+            return None
         self.builder.commit(self, sampled)
         if self.step is None or self.block_table is None:
             return None
@@ -90,7 +92,6 @@ def metadata(
     block: tokens of a block; None without a prefix cache. order: 0, 1, ..., on the device.
     requests: as of Step.
     """
-    fields = {field.name: getattr(m, field.name) for field in dataclasses.fields(m)}
     step = None
     if block is not None and m.num_spec_decodes:
         n, rows = m.num_spec_decodes, order[: m.num_spec_decodes]
@@ -100,17 +101,19 @@ def metadata(
         before = batch.compute_num_computed_tokens()
         tokens = m.spec_query_start_loc[: n + 1], before, torch.empty_like(before)
         step = Step(rows, *tokens, block, batch.block_table_tensor.shape[1], requests)
-    return Metadata(**fields, block_table=batch.block_table_tensor, step=step)
+    return Metadata(**vars(m), block_table=batch.block_table_tensor, step=step)
 
 
-def check(name: str, step: Step, at_end: Tensor, last: Tensor) -> None:
+def check(name: str, step: Step, places: Places) -> None:
     """Raises RuntimeError for sequences whose block table has no block for a state: flush would
     drop the state. Waits for the device. name: of a layer."""
     counts = step.counts
     assert counts is not None
-    lost = (last <= NULL_BLOCK_ID) | ((counts.boundary > 0) & (at_end <= NULL_BLOCK_ID))
+    n, no_block = len(step.rows), places.last <= NULL_BLOCK_ID
+    lost = no_block | ((places.folded_to_boundary > 0) & (places.at_end <= NULL_BLOCK_ID))
     if lost.any():
-        rows, column = step.rows[lost].tolist(), counts.column[lost].tolist()
+        sequences = lost.nonzero().flatten() % n
+        rows, column = step.rows[sequences].tolist(), counts.column[sequences].tolist()
         expected = (
             f"expected blocks in columns {column}, and those before them, for accepted drafts"
         )

@@ -55,7 +55,7 @@ class Context:
             block_table = before.to(slots.dtype).index_copy(0, rows, slots)[:, None]
         columns = block_table.shape[1]
         step = commit.Step(rows, query_start_loc, before, before, mamba_block_size, columns)
-        builder.commit_step(step, num_accepted_tokens, slots, block_table)
+        builder.commit_step(step, num_accepted_tokens, {builder: block_table})
 
 
 class Builder(kvbuffer.Builder, KimiK3KDAMetadataBuilder):

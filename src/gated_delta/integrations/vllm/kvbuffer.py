@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from vllm.v1.attention.backends.gdn_attn import GDNAttentionBackend, GDNAttentio
 from gated_delta import api, problem
 from gated_delta.compile import flag
 from gated_delta.integrations.engine import load, releases
+from gated_delta.integrations.engine.counts import Counts, Places
 from gated_delta.integrations.engine.ring_lengths import lengths_of
 from gated_delta.integrations.vllm import commit, process
 from gated_delta.integrations.vllm.commit import Step
@@ -47,6 +49,7 @@ class Builder(GDNAttentionMetadataBuilder):
         layers = vllm_config.compilation_config.static_forward_context
         self.layers = [layers[name] for name in layer_names]
         self.step: Any = None
+        self.shared: dict[tuple[Builder, ...], list[tuple[Pool, Sequence[Builder]]]] = {}
         self.rows = self.layers[0].rows
         self.order = torch.arange(vllm_config.scheduler_config.max_num_seqs, device=device)
         if self.cached and self.rows:
@@ -69,10 +72,13 @@ class Builder(GDNAttentionMetadataBuilder):
 
     def _keep(self, metadata: Any) -> Any:
         for layer in self.layers:
-            layer.builder = self  # no longer the one that profiled CUDA graphs
+            if layer.builder is not self:  # but the one that profiled CUDA graphs
+                layer.builder = self
         self.step = metadata
         if self.layers[0].buffered:
             metadata.builder = self
+            if metadata.step is not None:
+                metadata.step.tables[self] = metadata.block_table
         if self.rows and len(self.rows.prompts):
             self._fold_prompts(metadata, self.rows)
         return metadata
@@ -81,30 +87,15 @@ class Builder(GDNAttentionMetadataBuilder):
         """Folds the rows of sequences that go on with a prefill."""
         first = 0 if rows.drafts else m.num_decodes
         slots = m.non_spec_state_indices_tensor[first:][: len(rows.prompts)]
-        self._flush(rows.prompt_lens, slots, buffer_indices=rows.prompts)
-
-    def _flush(self, num_accepted: Tensor, slots: Tensor, **options: Any) -> None:
-        options |= dict(null_index=self.layers[0].null_index, backend=self.layers[0].backend)
-        for states, buffer in self.stacks:
-            api.flush(states, buffer, num_accepted=num_accepted, state_indices=slots, **options)
+        for pool in self.pools:
+            pool.flush(rows.prompt_lens, slots, buffer_indices=rows.prompts)
 
     @functools.cached_property
-    def stacks(self) -> list[tuple[Tensor, KVBuffer]]:
-        """States and buffers of `flush`'s calls: one for all layers, if they lie evenly."""
-        pools, buffers = [x.kv_cache[1] for x in self.layers], [x.kvbuffer for x in self.layers]
-        parts = [pools, *([getattr(x, name) for x in buffers] for name in ("u", "k", "log_decay"))]
-        stacks = [stack for stack in map(_stacked, parts) if stack is not None]
-        if len(stacks) < len(parts):
-            return list(zip(pools, buffers, strict=True))
-        return [(stacks[0], KVBuffer(*stacks[1:]))]
-
-    @functools.cached_property
-    def windows(self) -> list[Tensor]:
-        """The layers' convolution windows [L, slots, tokens, D]: one tensor, if they lie evenly."""
-        pools = [x.kv_cache[0] for x in self.layers]
-        pools = [x.mT for x in pools] if is_conv_state_dim_first() else pools
-        stack = _stacked(pools)
-        return [x[None] for x in pools] if stack is None else [stack]
+    def pools(self) -> list[Pool]:
+        """What the layers keep: one pool for all, if they lie evenly."""
+        if pool := Pool.of([self.layers]):
+            return [pool]
+        return [pool for layer in self.layers if (pool := Pool.of([[layer]]))]
 
     def fold(self, sampled: Tensor) -> None:
         """Folds the drafts that the last step accepted into the states, once.
@@ -117,37 +108,94 @@ class Builder(GDNAttentionMetadataBuilder):
 
     def commit(self, m: Any, sampled: Tensor) -> None:
         """Folds the drafts that a step accepted into the states; with a prefix cache to where vLLM
-        looks for them, and moves the convolution's windows there."""
+        looks for them, and moves the convolution's windows there, for all block tables."""
         n, mask = m.num_spec_decodes, m.spec_sequence_masks_cpu
         if not n:
             return
-        slots = m.spec_state_indices_tensor[:n, 0]
-        if m.step is None:
-            # Where all requests have drafts, only padding follows them.
-            others = m.num_prefills + m.num_decodes
-            sampled = sampled[mask[: len(sampled)]] if others else sampled[:n]
-            # A prompt's token, run as a decode, may sample none.
-            self._flush(sampled.clamp(min=1), slots)
+        if m.step is not None:
+            self.commit_step(m.step, sampled, m.step.tables)
             return
-        where = dict(buffer_indices=self.rows.step_rows[:n]) if self.rows else {}
-        self.commit_step(m.step, sampled, slots, m.block_table, **where)
+        # Where all requests have drafts, only padding follows them.
+        others = m.num_prefills + m.num_decodes
+        sampled = sampled[mask[: len(sampled)]] if others else sampled[:n]
+        for pool in self.pools:
+            # A prompt's token, run as a decode, may sample none.
+            pool.flush(sampled.clamp(min=1), m.spec_state_indices_tensor[:n, 0])
 
-    def commit_step(
-        self, step: Step, sampled: Tensor, slots: Tensor, table: Tensor, **where: Tensor
-    ) -> None:
-        """Folds the drafts of n sequences, and moves their windows. slots: [n], where the step has
-        run. table: [batch, columns], slots of blocks. where: flush's buffer_indices."""
+    def commit_step(self, step: Step, sampled: Tensor, tables: dict[Builder, Tensor]) -> None:
+        """Folds a step's drafts, and moves their windows. tables: as of Step, by builder."""
         counts = step.accept(sampled)
-        for windows in self.windows:
-            sequences = slots, table, step.rows, counts
-            width = windows.shape[2] - self.num_spec
-            at_end, last = lengths_of(table).move_windows(windows, *sequences, width=width)
-        if problem.CHECK:
-            commit.check(self.layers[0].prefix, step, at_end, last)
-        # In this order: the last slot may be the sequence's own.
-        if step.columns > 1:
-            self._flush(counts.folded_to_boundary, slots, write_indices=at_end, **where)
-        self._flush(counts.folded, slots, write_indices=last, **where)
+        buffer_rows = self.rows.step_rows if self.rows else self.order
+        for pool, builders in self._pools_of(*tables):
+            chosen = [tables[builder] for builder in builders]
+            places = pool.move_windows(chosen, step.rows, counts, buffer_rows)
+            if problem.CHECK:
+                commit.check(builders[0].layers[0].prefix, step, places)
+            # In this order: the last slot may be the sequence's own.
+            if step.columns > 1:
+                pool.fold(places, places.folded_to_boundary, places.at_end)
+            pool.fold(places, places.folded, places.last)
+
+    def _pools_of(self, *builders: Builder) -> list[tuple[Pool, Sequence[Builder]]]:
+        """Pools of block tables, and which have them: one for all, if they lie evenly."""
+        if builders not in self.shared:
+            pool = Pool.of([x.layers for x in builders])
+            apart = [(pool, [x]) for x in builders for pool in x.pools]
+            self.shared[builders] = [(pool, builders)] if pool else apart
+        return self.shared[builders]
+
+
+@dataclass
+class Pool:
+    """What layers of G block tables keep, for one call: L layers of each.
+
+    states: [L, slots, HV, V, K] and windows: [L, slots, tokens, D], in which layer i of each has
+    pool i. buffer: of L layers; each table's rows follow the last one's. layer: one of them.
+    """
+
+    layer: Any
+    states: Tensor
+    windows: Tensor
+    buffer: KVBuffer
+
+    @classmethod
+    def of(cls, tables: Sequence[Sequence[Any]]) -> Pool | None:
+        """Of layers by block table; None if they do not lie evenly."""
+
+        def stacked(part: Callable[[Any], Tensor], follow: bool = False) -> Tensor | None:
+            return _stacked([[part(layer) for layer in layers] for layers in tables], follow)
+
+        def windows(layer: Any) -> Tensor:
+            pool: Tensor = layer.kv_cache[0]
+            return pool.mT if is_conv_state_dim_first() else pool
+
+        names = "u", "k", "log_decay"
+        buffer = [stacked(lambda x, n=name: getattr(x.kvbuffer, n), True) for name in names]
+        parts = [stacked(lambda x: x.kv_cache[1]), stacked(windows), *buffer]
+        if len(even := [x for x in parts if x is not None]) < len(parts):
+            return None
+        return cls(tables[0][0], *even[:2], KVBuffer(*even[2:]))
+
+    def move_windows(
+        self, tables: Sequence[Tensor], rows: Tensor, counts: Counts, buffer_rows: Tensor
+    ) -> Places:
+        """As of ring_lengths."""
+        sequences = self.windows, tables, rows, counts, buffer_rows
+        sizes = dict(
+            width=self.windows.shape[2] - self.layer.num_spec,
+            buffer_size=self.buffer.u.shape[1] // len(tables),
+        )
+        places: Places = lengths_of(rows).move_windows(*sequences, **sizes)
+        return places
+
+    def fold(self, places: Places, counts: Tensor, to: Tensor) -> None:
+        """Folds so many tokens of each place into the states of slots `to`."""
+        self.flush(counts, places.source, buffer_indices=places.row, write_indices=to)
+
+    def flush(self, num_accepted: Tensor, slots: Tensor, **options: Tensor) -> None:
+        settings = dict(null_index=self.layer.null_index, backend=self.layer.backend)
+        options |= dict(num_accepted=num_accepted, state_indices=slots)
+        api.flush(self.states, self.buffer, **options, **settings)
 
 
 class Backend(GDNAttentionBackend):
@@ -156,15 +204,28 @@ class Backend(GDNAttentionBackend):
         return Builder
 
 
-def _stacked(tensors: Sequence[Tensor]) -> Tensor | None:
-    """[L, ...] over L tensors that lie evenly in one storage; None if they do not."""
-    first = tensors[0]
-    same = {(x.untyped_storage().data_ptr(), x.shape, x.stride()) for x in tensors}
-    steps = {b.data_ptr() - a.data_ptr() for a, b in itertools.pairwise(tensors)}
-    step, uneven = divmod(max(steps, default=0), first.element_size())
-    if len(same) > 1 or len(steps) > 1 or step < 0 or uneven:
+def _stacked(tables: Sequence[Sequence[Tensor]], follow: bool) -> Tensor | None:
+    """[L, ...] over the L tensors of each block table; None if they do not lie evenly.
+
+    The tables share their tensors; or, if they follow, tensor i of each is one in axis 0.
+    """
+    first, layers = tables[0][0], tables[0]
+    size, behind = first.element_size(), len(first) * first.stride(0) if follow else 0
+    step = layers[1].data_ptr() - first.data_ptr() if len(layers) > 1 else 0
+    if step < 0 or step % size:
         return None
-    return first.as_strided((len(tensors), *first.shape), (step, *first.stride()))
+    for t, of_table in enumerate(tables):
+        for i, x in enumerate(of_table):
+            like = x.untyped_storage().data_ptr(), x.shape, x.stride()
+            even = x.data_ptr() == first.data_ptr() + t * behind * size + i * step
+            if not even or like != (
+                first.untyped_storage().data_ptr(),
+                first.shape,
+                first.stride(),
+            ):
+                return None
+    shape = len(layers), len(first) * (len(tables) if follow else 1), *first.shape[1:]
+    return first.as_strided(shape, (step // size, *first.stride()))
 
 
 def lacks(layer: Any, backend: Any, vllm_config: Any) -> list[str]:
