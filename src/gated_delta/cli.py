@@ -93,7 +93,7 @@ SWITCHES = {
     "GATED_DELTA_SGLANG_KVBUFFER": True,
     "GATED_DELTA_SGLANG_RING": False,
     "GATED_DELTA_SGLANG_QUANTISE": False,
-    "GATED_DELTA_VLLM_KVBUFFER": False,
+    "GATED_DELTA_VLLM_KVBUFFER": True,
     "GATED_DELTA_VLLM_RING": False,
 }
 """Environment variables with values 0 and 1, and their defaults."""

@@ -561,10 +561,11 @@ class _Layer(Recurrence):
 
 
 def _vllm(asked: Asked, model: Model) -> tuple[list[Mode], dict[str, int]]:
-    _, _, _, HV, K, V, _ = model.sizes
+    family, _, _, HV, K, V, _ = model.sizes
     pool = torch.empty(2, HV, V, K, dtype=model.state_dtype)
     layer, left = _Layer(model, asked.drafts), too_many(asked.drafts)
-    in_kvbuffer = compile.flag("GATED_DELTA_VLLM_KVBUFFER", False)
+    pays = load.pays(family, model.state_dtype, asked.requests * HV)
+    in_kvbuffer = compile.flag("GATED_DELTA_VLLM_KVBUFFER", pays)
     layer.buffered = in_kvbuffer and asked.drafts > 0 and not left
     tokens = room(asked.drafts, model.state_dtype)
     layer.room = tokens if layer.buffered else 0  # beside the prefix cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import json
@@ -12,6 +13,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest.mock import MagicMock
 
 import breakages
 import pytest
@@ -42,6 +44,9 @@ PROMPTS = [
 ONE_TOKEN = list(b"g")
 STEPS = 24
 NGRAM = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=4, prompt_lookup_min=1)
+
+
+CHECKPOINTS = "num_prefill_checkpoint_blocks", "prefill_checkpoint_alignment"
 
 
 class Run(NamedTuple):
@@ -1094,6 +1099,12 @@ class Other(KimiK3KDAAttentionBackend):
         (dict(backend=KimiK3KDAAttentionBackend), "VLLM_USE_V2_MODEL_RUNNER=1 for Kimi K3"),
         (dict(use_ubatching=True), "no --enable-dbo, no --ubatch-size"),
         (dict(left=dict(decode="more than 15 draft tokens")), None),  # vLLM's states stay
+        (dict(asked=False), None),  # 16 value heads
+        (dict(asked=False, max_num_seqs=256), ""),
+        (dict(asked=False, max_num_seqs=256, pipeline_parallel_size=2), None),
+        (dict(asked=False, max_num_seqs=256, refused=dict(flush="K=96")), None),
+        (dict(asked=False, max_num_seqs=256, unbuilt=["2 more kernels"]), None),
+        (dict(unbuilt=["2 more kernels"]), ""),
         (RING, ""),
         (RING | dict(mamba_cache_mode="align", kv_transfer_config=CONNECTOR), ""),
         (RING | dict(use_v2_model_runner=False), "VLLM_USE_V2_MODEL_RUNNER=1"),
@@ -1123,6 +1134,7 @@ def test_what_a_kvbuffer_needs(
     case |= dict(backend=vllm_kvbuffer.GDNAttentionBackend, max_num_seqs=4)
     case |= dict(use_ubatching=False, kv_transfer_config=None, replayssm_buffer_len=33, ring=False)
     case |= dict(prefill_context_parallel_size=1, max_num_batched_tokens=64, version="")
+    case |= dict(unbuilt=[])
     case |= changed
     switch = vllm_kvbuffer.RING if case["ring"] else vllm_kvbuffer.DRAFTS
     case = dict(use_v2_model_runner=False) | case
@@ -1136,7 +1148,7 @@ def test_what_a_kvbuffer_needs(
         model_config = SimpleNamespace(dtype=torch.bfloat16)
 
         def get_state_shape(self) -> Any:
-            return None, (4, 64, 64)
+            return (3, 512), (4, 64, 64)
 
         def get_state_dtype(self) -> Any:
             return torch.float32, torch.float32
@@ -1148,10 +1160,12 @@ def test_what_a_kvbuffer_needs(
     if case["version"]:
         monkeypatch.setattr(vllm_kvbuffer.vllm, "__version__", case["version"])
         monkeypatch.setattr(releases, "source", lambda *_: "")
-    monkeypatch.setenv(switch, "1")
+    if case.get("asked", True):
+        monkeypatch.setenv(switch, "1")
     monkeypatch.setattr(vllm_layers, "get_current_vllm_config", lambda: config)
     monkeypatch.setattr(vllm_layers.start, "left_to_vllm", lambda *_: case["left"])
     monkeypatch.setattr(vllm_layers.start, "missing", lambda *_: case["refused"])
+    monkeypatch.setattr(vllm_layers.start, "unbuildable", lambda *_: case["unbuilt"])
     hooked: list[str] = []
     monkeypatch.setattr(vllm_kvbuffer, "fold_after_sampling", lambda: hooked.append("first"))
     monkeypatch.setattr(vllm_layers.commit, "at_recoverssm_seam", lambda: hooked.append("second"))
@@ -1161,6 +1175,16 @@ def test_what_a_kvbuffer_needs(
         reason = f"{switch}=1: model.layers.0 needs {needed}"
         with pytest.raises(RuntimeError, match=reason):
             Layer()
+        if not case["ring"]:  # by default the start goes on, and the log has the reason
+            monkeypatch.delenv(switch)
+            log = MagicMock()
+            monkeypatch.setattr(vllm_layers.process, "logger", lambda: log)
+            config.max_num_seqs = 256
+            layer = Layer()
+            assert (layer.buffered, layer.room, layer.rows) == (False, 0, None)
+            assert bool(layer.refused) == bool(case["refused"])
+            said = " ".join(str(call) for call in log.info_once.mock_calls)
+            assert re.search(f"leaves drafts in states: a KVBuffer needs {needed}", said)
     else:
         in_kvbuffer = needed is not None
         layer, runner = Layer(), ["second" if case["use_v2_model_runner"] else "first"]
@@ -1170,6 +1194,27 @@ def test_what_a_kvbuffer_needs(
         rows = ["rows"] * (case["ring"] or case["mamba_cache_mode"] == "align")
         assert hooked == ([] if case["ring"] else runner) * in_kvbuffer + rows * in_kvbuffer
         assert layer.room == (12 if rows and in_kvbuffer and not case["ring"] else 0)
+        if not layer.buffered:
+            return
+        # What vLLM's cache lacks ends the start only if a buffer was asked for.
+        asked = case.get("asked", True)
+        fields = "num_speculative_blocks", "block_size", "page_size_bytes", *CHECKPOINTS
+        spec = dataclasses.make_dataclass("Spec", fields)(3, 4, 4096, 0, None)
+        monkeypatch.setattr(base, "get_kv_cache_spec", lambda *_: spec)
+        config.compilation_config.static_forward_context.update({"layers.0": layer})
+        monkeypatch.setattr(vllm_kvbuffer, "DEVICE", "cuda")  # as on a small GPU
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 16 << 20))
+        lacks = [] if asked else vllm_kvbuffer.default_lacks(layer, 4096 + 8)
+        assert lacks == [] or lacks[0] == "--max-num-seqs 127 or less"
+        assert lacks[1:] == ([] if asked else ["states at multiples of 16 bytes"])
+        if asked:
+            assert layer.get_kv_cache_spec(config).num_speculative_blocks == 0
+            monkeypatch.setattr(vllm_kvbuffer, "cache_lacks", lambda *_: ["--block-size 4 or more"])
+            with pytest.raises(RuntimeError, match=r"layers\.0 needs --block-size 4 or more"):
+                layer.get_kv_cache_spec(config)
+        else:
+            assert layer.get_kv_cache_spec(config).num_speculative_blocks == 3
+            assert (layer.get_attn_backend(), layer.room) == (case["backend"], 0)
 
 
 def test_the_length_of_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -193,16 +193,16 @@ def test_what_the_cache_must_not_have(cached: bool, monkeypatch: pytest.MonkeyPa
     runner = vllm_steps.Runner(monkeypatch, 0, **COMMON | CASES["block"])
     layers = runner.config.compilation_config.static_forward_context
     layer = layers["states 0 0"]
-    kvbuffer.refuse_cache(layer, runner.config, 4)
+    assert not kvbuffer.cache_lacks(layer, runner.config, 4)
     layers["ple"] = object.__new__(type("ShortConv", (type(layer),), {}))
     vars(layers["ple"]).update(buffered=False)
     if cached:
         needed = "every layer with states on gated_delta; --block-size 4 or more, got 3"
-        with pytest.raises(RuntimeError, match=f"0 needs --no-enable-prefix-caching, or {needed}"):
-            kvbuffer.refuse_cache(layer, runner.config, 3)
+        lacks = [f"--no-enable-prefix-caching, or {needed}"]
+        assert kvbuffer.cache_lacks(layer, runner.config, 3) == lacks
     else:
         monkeypatch.setattr(runner.config.cache_config, "mamba_cache_mode", "none")
-        kvbuffer.refuse_cache(layer, runner.config, 3)
+        assert not kvbuffer.cache_lacks(layer, runner.config, 3)
 
 
 def test_connectors_save_what_was_committed(monkeypatch: pytest.MonkeyPatch) -> None:

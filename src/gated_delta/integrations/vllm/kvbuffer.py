@@ -1,15 +1,18 @@
 """KVBuffers in vLLM: of drafts, or of the ring, the tokens that decode has not folded yet.
 
-GATED_DELTA_VLLM_KVBUFFER=1: `verify` fills a buffer with drafts, `flush` folds the accepted ones
-after sampling. By default vLLM keeps a block with a whole state for each draft token of each
-request. GATED_DELTA_VLLM_RING=1: decode with a buffer, in rows of requests (ring.py). Imports vLLM;
-layers.py imports it.
+`verify` fills a buffer with drafts, `flush` folds the accepted ones after sampling. vLLM keeps a
+block with a whole state for each draft token of each request; so it does here where a buffer cannot
+be or gains little, and with GATED_DELTA_VLLM_KVBUFFER=0. With 1 the start fails where it cannot be,
+and batches may be small. GATED_DELTA_VLLM_RING=1: decode with a buffer, in rows of requests
+(ring.py). Imports vLLM; layers.py imports it.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +35,8 @@ from gated_delta.integrations.vllm.start import DEVICE
 from gated_delta.problem import MAX_BUFFER, KVBuffer, unique
 
 DRAFTS, RING = "GATED_DELTA_VLLM_KVBUFFER", "GATED_DELTA_VLLM_RING"
+MOST = 16
+"""A buffer by default takes at most this part of a GPU's memory."""
 KIMI_K3 = "KIMI_K3_KDA"
 """vLLM's name of its attention backend for Kimi K3's layers."""
 
@@ -204,27 +209,39 @@ class Backend(GDNAttentionBackend):
         return Builder
 
 
+def asked() -> bool:
+    """Whether the environment, and not the default, decides on drafts."""
+    return DRAFTS in os.environ
+
+
+def of(vllm_config: Any) -> list[Any]:
+    """An engine's layers whose drafts go to a KVBuffer."""
+    layers = vllm_config.compilation_config.static_forward_context.values()
+    return [x for x in layers if getattr(x, "buffered", False)]
+
+
+def takes_drafts(layer: Any) -> bool:
+    """Whether a layer's drafts go to a KVBuffer; by default if the largest batch gains."""
+    requests, (_, HV, _, _) = layer.vllm_config.scheduler_config.max_num_seqs, layer.sizes
+    family, states = "KDA" if layer.channels else "GDN", layer.get_state_dtype()[1]
+    return flag(DRAFTS, load.pays(family, states, requests * HV))
+
+
 def _stacked(tables: Sequence[Sequence[Tensor]], follow: bool) -> Tensor | None:
     """[L, ...] over the L tensors of each block table; None if they do not lie evenly.
 
     The tables share their tensors; or, if they follow, tensor i of each is one in axis 0.
     """
-    first, layers = tables[0][0], tables[0]
-    size, behind = first.element_size(), len(first) * first.stride(0) if follow else 0
-    step = layers[1].data_ptr() - first.data_ptr() if len(layers) > 1 else 0
-    if step < 0 or step % size:
+    first, G, L = tables[0][0], len(tables), len(tables[0])
+    start, rows, size = first.data_ptr(), len(first), first.element_size()
+    step = tables[0][1].data_ptr() - start if L > 1 else 0
+    behind = rows * first.stride(0) * size if follow else 0
+    even = [[start + t * behind + i * step for i in range(L)] for t in range(G)]
+    alike = {(x.untyped_storage().data_ptr(), x.shape, x.stride()) for of in tables for x in of}
+    lie = [[x.data_ptr() for x in layers] for layers in tables]
+    if lie != even or len(alike) > 1 or step < 0 or step % size:
         return None
-    for t, of_table in enumerate(tables):
-        for i, x in enumerate(of_table):
-            like = x.untyped_storage().data_ptr(), x.shape, x.stride()
-            even = x.data_ptr() == first.data_ptr() + t * behind * size + i * step
-            if not even or like != (
-                first.untyped_storage().data_ptr(),
-                first.shape,
-                first.stride(),
-            ):
-                return None
-    shape = len(layers), len(first) * (len(tables) if follow else 1), *first.shape[1:]
+    shape = L, rows * (G if follow else 1), *first.shape[1:]
     return first.as_strided(shape, (step // size, *first.stride()))
 
 
@@ -284,8 +301,8 @@ def rows_lack(vllm_config: Any, cached: bool = False) -> list[str]:
     return [needed for needed, lacking in missing.items() if lacking]
 
 
-def refuse_cache(layer: Any, vllm_config: Any, block: int) -> None:
-    """Raises RuntimeError if drafts in a KVBuffer do not fit vLLM's prefix cache.
+def cache_lacks(layer: Any, vllm_config: Any, block: int) -> list[str]:
+    """What vLLM's prefix cache lacks for drafts in a KVBuffer.
 
     block: tokens of a block. vLLM counts a request's accepted drafts once, for all of its states.
     """
@@ -297,9 +314,27 @@ def refuse_cache(layer: Any, vllm_config: Any, block: int) -> None:
         f"--block-size {drafts} or more, got {block}": block < drafts,
     }
     needed = [need for need, lacking in missing.items() if lacking]
-    if needed and vllm_config.cache_config.mamba_cache_mode != "none":
-        needs = f"--no-enable-prefix-caching, or {'; '.join(needed)}"
-        raise RuntimeError(f"{DRAFTS}=1: {layer.prefix} needs {needs}")
+    if not needed or vllm_config.cache_config.mamba_cache_mode == "none":
+        return []
+    return [f"--no-enable-prefix-caching, or {'; '.join(needed)}"]
+
+
+def default_lacks(layer: Any, page: int) -> list[str]:
+    """What a buffer that nobody asked for lacks beside vLLM's cache, so that no start fails for it.
+
+    page: bytes of a block.
+    """
+    if asked() or DEVICE == "cpu":
+        return []
+    config, room = layer.vllm_config, torch.cuda.mem_get_info()[1] // MOST
+    requests = config.scheduler_config.max_num_seqs
+    taken = sum(x.buffer(requests, "meta").nbytes for x in of(config))
+    windows, dtype = layer.get_state_shape()[0], layer.get_state_dtype()[0]
+    missing = {
+        f"--max-num-seqs {requests * room // taken} or less": taken > room,
+        "states at multiples of 16 bytes": (page | math.prod(windows) * dtype.itemsize) % 16 > 0,
+    }
+    return [needed for needed, lacking in missing.items() if lacking]
 
 
 def ring_tokens(vllm_config: Any) -> int:

@@ -36,7 +36,6 @@ from vllm.utils.torch_utils import _encode_layer_name
 from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 
 from gated_delta import __version__, api, problem
-from gated_delta.compile import flag
 from gated_delta.integrations.checks import has_aligned_rows, in_chunks
 from gated_delta.integrations.engine import load, projection
 from gated_delta.integrations.vllm import (
@@ -85,7 +84,7 @@ class Core(Recurrence, abstract.MambaBase):
         left = start.left_to_vllm(vllm_config, self.num_spec)
         self.builder: Any = None
         self.rows: Any = None
-        self.buffered = flag(kvbuffer.DRAFTS, False) and self.num_spec > 0 and not left
+        self.buffered = kvbuffer.takes_drafts(self) and self.num_spec > 0 and not left
         self.ring = kvbuffer.ring_tokens(vllm_config) if "prefill" not in left else 0
         needs = [] if self.drafts_stay else ["other layers than Kimi K3's"]
         needs += kvbuffer.rows_lack(vllm_config, cached=True)
@@ -96,6 +95,9 @@ class Core(Recurrence, abstract.MambaBase):
             self.room, seldom = 0, [load.why(refused)]
             refused = start.missing(self, start.small_pool(self), left)
         self._refuse(refused | left)
+        if self.buffered and not kvbuffer.asked():
+            lacks = kvbuffer.lacks(self, super().get_attn_backend(), vllm_config)
+            self._leave_drafts(lacks or start.unbuildable(self))
         process.layers.add(self)
         where = "decode: {}; prefill: {}".format(*process.routes(self))
         process.logger().info_once(
@@ -128,6 +130,15 @@ class Core(Recurrence, abstract.MambaBase):
             sizes, drafts = config.scheduler_config, 1 + self.num_spec if self.room else 0
             most = sizes.max_num_seqs, sizes.max_num_batched_tokens
             self.rows = ring.of(config) or ring.Rows(tokens, drafts, *most, DEVICE)
+
+    def _leave_drafts(self, lacks: list[str]) -> None:
+        """Leaves drafts in vLLM's states if a KVBuffer, by default, lacks something."""
+        if not lacks:
+            return
+        line = f"gated_delta leaves drafts in states: a KVBuffer needs {'; '.join(lacks)}"
+        process.logger().info_once(line)
+        self.buffered, self.room, self.rows, self.refused = False, 0, None, {}
+        self._refuse(start.missing(self, start.small_pool(self), {}))
 
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
         super().bind_kv_cache(kv_cache)
@@ -169,7 +180,13 @@ class Core(Recurrence, abstract.MambaBase):
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
         spec = super().get_kv_cache_spec(vllm_config)
         if self.buffered:
-            kvbuffer.refuse_cache(self, vllm_config, spec.block_size)
+            lacks = kvbuffer.cache_lacks(self, vllm_config, spec.block_size)
+            if kvbuffer.asked() and lacks:
+                needs = "; ".join(lacks)
+                raise RuntimeError(f"{kvbuffer.DRAFTS}=1: {self.prefix} needs {needs}")
+            for layer in kvbuffer.of(vllm_config):  # the first one's spec decides
+                layer._leave_drafts(lacks or kvbuffer.default_lacks(self, spec.page_size_bytes))
+        if self.buffered:
             spec = replace(spec, num_speculative_blocks=0)
         if "prefill" in self.refused:
             return spec

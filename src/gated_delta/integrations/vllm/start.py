@@ -71,6 +71,12 @@ def load_kernels(layer: Any, pool: Tensor) -> None:
     load.load(ours_of(layer.calls(pool, 64), left), pool.device)
 
 
+def unbuildable(layer: Any) -> list[str]:
+    """Kernels that its start would miss for drafts in a KVBuffer, and what builds them."""
+    missing = load.unbuildable(layer.calls(small_pool(layer), 64), torch.device(DEVICE))
+    return [missing] if missing else []
+
+
 def profile(layer: Any, tokens: int) -> None:
     """Runs a large prefill in vLLM's profile run, so that vLLM measures its memory.
 
