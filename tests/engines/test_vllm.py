@@ -1217,6 +1217,28 @@ def test_what_a_kvbuffer_needs(
             assert (layer.get_attn_backend(), layer.room) == (case["backend"], 0)
 
 
+def test_kernels_that_a_default_would_miss(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """vLLM builds layers outside of no_grad, and their parameters want gradients."""
+    from gated_delta.integrations.vllm import start
+    from gated_delta.integrations.vllm.calls import Recurrence
+
+    layer: Any = type("Layer", (Recurrence,), {})()
+    weight = torch.nn.Parameter(torch.zeros(64, dtype=torch.bfloat16))
+    gate = torch.nn.Parameter(torch.zeros(4))
+    norm = SimpleNamespace(weight=weight, eps=1e-6, activation="silu")
+    vars(layer).update(sizes=(2, 4, 64, 64), num_spec=3, buffered=True, room=12, aligned=False)
+    vars(layer).update(deterministic=False, inputs=torch.bfloat16, fuses_norm=True, backend="cute")
+    vars(layer).update(A_log=gate, dt_bias=gate, _norm=lambda: norm)
+    layer.get_state_dtype = lambda: (torch.bfloat16, torch.float32)
+    monkeypatch.setattr(start.load, "gpu_of", lambda device: H200)
+    monkeypatch.setenv("GATED_DELTA_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("GATED_DELTA_JIT", "0")
+    [missing] = start.unbuildable(layer)
+    assert re.match(r"\d+ more kernels: `gated-delta compile ", missing)
+
+
 def test_the_length_of_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:
     from gated_delta.integrations.vllm import kvbuffer as vllm_kvbuffer
 

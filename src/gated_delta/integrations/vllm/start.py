@@ -71,6 +71,7 @@ def load_kernels(layer: Any, pool: Tensor) -> None:
     load.load(ours_of(layer.calls(pool, 64), left), pool.device)
 
 
+@torch.no_grad()
 def unbuildable(layer: Any) -> list[str]:
     """Kernels that its start would miss for drafts in a KVBuffer, and what builds them."""
     missing = load.unbuildable(layer.calls(small_pool(layer), 64), torch.device(DEVICE))
