@@ -493,11 +493,14 @@ def test_other_head_dims_are_refused(launches):
         *((K, 32, [f"K a multiple of 8 up to 128, got {K}"]) for K in (4, 12, 136)),
         *((8, V, [f"V a multiple of 32, got {V}"]) for V in (16, 48)),
         (8, 32, []),
-        (128, 288, []),
+        (128, 288, ["V up to 256 with a norm, got 288"]),
     ]
     for op, (K, V, missing) in itertools.product(("decode", "verify", "flush"), dims):
-        problem = Problem(op, "head", 1, 1, K, V, 1, state_dtype=bf16)
+        problem = Problem(op, "head", 1, 1, K, V, 1, state_dtype=bf16, options=frozenset({"norm"}))
         assert OPERATIONS[op].missing(problem) == missing
+        if missing:
+            with pytest.raises(gd.UnsupportedProblem, match=missing[0]):
+                dispatch.variants_of(problem)
 
 
 def planned(op, call, **tensors):
