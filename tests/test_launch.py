@@ -498,7 +498,7 @@ def test_other_head_dims_are_refused(launches):
     for op, (K, V, missing) in itertools.product(("decode", "verify", "flush"), dims):
         problem = Problem(op, "head", 1, 1, K, V, 1, state_dtype=bf16, options=frozenset({"norm"}))
         assert OPERATIONS[op].missing(problem) == missing
-        if missing:
+        if V % 32:
             with pytest.raises(gd.UnsupportedProblem, match=missing[0]):
                 dispatch.variants_of(problem)
 

@@ -278,7 +278,7 @@ class Convolution:
         return normalised(self.norms[layer.A_log], fused, o.flatten(0, -2), z).view(o.shape)
 
     def _verify(
-        self, layer: Any, parts: Sequence[Tensor], takes: bool, *, a: Tensor, b: Tensor, **given: Any
+        self, layer: Any, parts: Sequence[Tensor], takes: bool, a: Tensor, b: Tensor, **given: Any
     ) -> Tensor:
         """o of raw drafts; behind the engine's convolution of a copy if ours cannot run.
 
