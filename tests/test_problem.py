@@ -891,6 +891,10 @@ def refuse_layouts(op):
                 (TypeError, ValueError), match=f"{name}: expected a plain strided tensor"
             ):
                 getattr(gd, op)(**good | {name: other})
+    if op != "flush":
+        packed_q = dict(q=torch.nested.nested_tensor(list(good["q"])), cu_seqlens=ints(0, T))
+        with pytest.raises(ValueError, match="q: expected a plain strided tensor"):
+            getattr(gd, op)(**good | packed_q)
     nested = torch.nested.nested_tensor([torch.ones(HV)] * 2)
     for of_tensors in (gd.Gate.softplus, gd.GatedNorm, lambda x: gd.KVBuffer(x, x, x)):
         with pytest.raises(ValueError, match="expected a plain strided tensor, got a nested one"):

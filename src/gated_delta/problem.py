@@ -653,16 +653,17 @@ class Checker:
 
         query: q's name in errors. groups: v may be [N, T, groups, R, V], with that many groups.
         """
+        dtype = self.tensor(query, a.q, INPUT_DTYPES).dtype
         if a.cu_seqlens is not None:
             self.index("cu_seqlens", a.cu_seqlens, "N+1")
             if a.cu_seqlens.shape[0] < 1:
                 raise ValueError("cu_seqlens: expected shape [N+1], got [0]")
-            if isinstance(a.q, Tensor) and a.q.shape[:1] != (1,):
+            if a.q.shape[:1] != (1,):
                 expected = "expected packed tokens [1, total, H, K] with cu_seqlens"
                 raise ValueError(f"{query}: {expected}, got {list(a.q.shape)}")
             self.sizes["N"] = a.cu_seqlens.shape[0] - 1
         lead = _lead(a)
-        dtype = self.tensor(query, a.q, INPUT_DTYPES, f"{lead} H K").dtype
+        self.sizes.bind(query, a.q, f"{lead} H K")
         self.tensor("k", a.k, (dtype,), f"{lead} H K")
         in_groups = groups and isinstance(a.v, Tensor) and a.v.ndim == 5
         self.tensor("v", a.v, (dtype,), f"{lead} {groups} R V" if in_groups else f"{lead} HV V")
