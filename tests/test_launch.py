@@ -637,6 +637,13 @@ def positive_log_decay(op):
     return g
 
 
+def trail_rows(*rows):
+    """A convolution whose drafts leave their trails in rows of 2."""
+    C, zeros = 2 * H * K + HV * V, lambda *shape: torch.zeros(shape).bfloat16()
+    convolution = dict(conv=gd.ShortConv(zeros(C, 4)), windows=zeros(P, C, 3))
+    return convolution | dict(trails=zeros(2, C, T + 2), trail_indices=ints(*rows))
+
+
 def intermediate_rows(*rows):
     return dict(intermediate_states=TWO_ROWS, intermediate_indices=ints(*rows))
 
@@ -667,6 +674,9 @@ CHECKED = [
     ("flush", dict(path=torch.ones(N, T).int(), num_accepted=2), "ValueError path"),
     ("flush", dict(path=torch.full((N, 1), T), num_accepted=1), "ValueError path"),
     ("flush", dict(path=torch.arange(T).expand(N, T), num_accepted=T), None),
+    ("verify", trail_rows(0, 0, -1), "ValueError trail_indices"),
+    ("verify", trail_rows(0, 2, -1), "IndexError trail_indices"),
+    ("verify", trail_rows(1, -1, 0), None),
     ("verify", dict(state_indices=REPEATED), None),  # several sequences may read a slot
     ("flush", dict(state_indices=PAST_THE_END), "IndexError state_indices"),
     ("flush", dict(state_indices=None, buffer_indices=PAST_THE_END), "IndexError buffer_indices"),
