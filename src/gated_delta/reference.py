@@ -865,7 +865,7 @@ def verify_convolved(
         y[span] = _convolved(x, conv).to(y.dtype)
         if trails is not None and rows[n] >= 0:
             trails[rows[n], :, : len(x) - 1] = x[1:].T
-    parts = zip(y.split([x[0, 0].numel() for x in tokens[:3]], 1), tokens[:3], strict=True)
+    parts = zip(y.split([x.shape[2:].numel() for x in tokens[:3]], 1), tokens[:3], strict=True)
     q, k, v = (x.reshape(as_given.shape) for x, as_given in parts)
     verify(tokens._replace(q=q, k=k, v=v), **given)
 
