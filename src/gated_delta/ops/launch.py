@@ -154,7 +154,7 @@ class Operation(ABC):
 
     def written(self, a: Any) -> tuple[str, ...]:
         """The tensors of `may_write` that this call writes if they are given."""
-        return self.may_write
+        return tuple(x for x in self.may_write if x != "out_scales" or writes_scales(a))
 
     def allocated(self, a: Any) -> Any:
         """The call with new tensors for the outputs that the caller did not pass."""
