@@ -885,8 +885,9 @@ def refuse_layouts(op):
     getattr(gd, op)(**good)
     tensors = {name: x for name, x in good.items() if isinstance(x, torch.Tensor)}
     for name, x in tensors.items():
-        rows = x.view(N, -1) if x.ndim == 1 else x
-        for other in (torch.nested.nested_tensor(list(rows)), x.to_sparse()):
+        rows = list(x.view(N, -1) if x.ndim == 1 else x)
+        nested = [torch.nested.nested_tensor(rows, layout=y) for y in (torch.strided, torch.jagged)]
+        for other in (*nested, x.to_sparse()):
             with pytest.raises(
                 (TypeError, ValueError), match=f"{name}: expected a plain strided tensor"
             ):

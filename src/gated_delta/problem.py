@@ -241,7 +241,7 @@ class KVBuffer(_Tensors):
         for name in ("u", "k", "log_decay"):
             if not isinstance(x := getattr(self, name), Tensor):
                 raise TypeError(f"buffer.{name}: expected a torch.Tensor, got {type_name(x)}")
-            _not_nested(f"buffer.{name}", x)
+            refuse_nested(f"buffer.{name}", x)
 
     @staticmethod
     def empty(
@@ -456,11 +456,11 @@ def _tensor(name: str, x: object, dtypes: tuple[torch.dtype, ...]) -> Tensor:
         raise TypeError(
             f"{name}: expected dtype {' or '.join(str(d) for d in dtypes)}, got {x.dtype}"
         )
-    _not_nested(name, x)
+    refuse_nested(name, x)
     return x
 
 
-def _not_nested(name: str, x: Tensor) -> None:
+def refuse_nested(name: str, x: Tensor) -> None:
     if x.is_nested:
         raise ValueError(f"{name}: expected a plain strided tensor, got a nested one")
 
