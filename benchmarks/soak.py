@@ -45,6 +45,8 @@ GRACE = 3
 """Seconds after a rush's end, in which its last answers end; others are cut off."""
 START = 0.6
 """Share of all seconds in which an engine starts; one that is later is killed and left out."""
+LEAST = 200
+"""Seconds of a soak: engines that start side by side take up to two minutes."""
 ABORTED, WHOLE = "aborted as asked", "length"
 """How an answer ends; other ends are the engine's words."""
 SAMPLE = 2
@@ -426,6 +428,8 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="compare states in place of answers")
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()))
     given = parser.parse_args()
+    if not given.seconds >= LEAST:
+        parser.error(f"--seconds: expected at least {LEAST}, got {given.seconds:g}")
     began = time.time()
     names = list(dict.fromkeys([*([] if given.check else ["truth"]), *given.sides.split(",")]))
     if unknown := set(names) - SIDES.keys():

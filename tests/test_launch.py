@@ -493,11 +493,14 @@ def test_other_head_dims_are_refused(launches):
         *((K, 32, [f"K a multiple of 8 up to 128, got {K}"]) for K in (4, 12, 136)),
         *((8, V, [f"V a multiple of 32, got {V}"]) for V in (16, 48)),
         (8, 32, []),
-        (128, 288, []),
+        (128, 288, ["V up to 256 with a norm, got 288"]),
     ]
     for op, (K, V, missing) in itertools.product(("decode", "verify", "flush"), dims):
-        problem = Problem(op, "head", 1, 1, K, V, 1, state_dtype=bf16)
+        problem = Problem(op, "head", 1, 1, K, V, 1, state_dtype=bf16, options=frozenset({"norm"}))
         assert OPERATIONS[op].missing(problem) == missing
+        if V % 32:
+            with pytest.raises(gd.UnsupportedProblem, match=missing[0]):
+                dispatch.variants_of(problem)
 
 
 def planned(op, call, **tensors):
@@ -634,6 +637,13 @@ def positive_log_decay(op):
     return g
 
 
+def trail_rows(*rows):
+    """A convolution whose drafts leave their trails in rows of 2."""
+    C, zeros = 2 * H * K + HV * V, lambda *shape: torch.zeros(shape).bfloat16()
+    convolution = dict(conv=gd.ShortConv(zeros(C, 4)), windows=zeros(P, C, 3))
+    return convolution | dict(trails=zeros(2, C, T + 2), trail_indices=ints(*rows))
+
+
 def intermediate_rows(*rows):
     return dict(intermediate_states=TWO_ROWS, intermediate_indices=ints(*rows))
 
@@ -664,6 +674,9 @@ CHECKED = [
     ("flush", dict(path=torch.ones(N, T).int(), num_accepted=2), "ValueError path"),
     ("flush", dict(path=torch.full((N, 1), T), num_accepted=1), "ValueError path"),
     ("flush", dict(path=torch.arange(T).expand(N, T), num_accepted=T), None),
+    ("verify", trail_rows(0, 0, -1), "ValueError trail_indices"),
+    ("verify", trail_rows(0, 2, -1), "IndexError trail_indices"),
+    ("verify", trail_rows(1, -1, 0), None),
     ("verify", dict(state_indices=REPEATED), None),  # several sequences may read a slot
     ("flush", dict(state_indices=PAST_THE_END), "IndexError state_indices"),
     ("flush", dict(state_indices=None, buffer_indices=PAST_THE_END), "IndexError buffer_indices"),

@@ -885,12 +885,17 @@ def refuse_layouts(op):
     getattr(gd, op)(**good)
     tensors = {name: x for name, x in good.items() if isinstance(x, torch.Tensor)}
     for name, x in tensors.items():
-        rows = x.view(N, -1) if x.ndim == 1 else x
-        for other in (torch.nested.nested_tensor(list(rows)), x.to_sparse()):
+        rows = list(x.view(N, -1) if x.ndim == 1 else x)
+        nested = [torch.nested.nested_tensor(rows, layout=y) for y in (torch.strided, torch.jagged)]
+        for other in (*nested, x.to_sparse()):
             with pytest.raises(
                 (TypeError, ValueError), match=f"{name}: expected a plain strided tensor"
             ):
                 getattr(gd, op)(**good | {name: other})
+    if op != "flush":
+        packed_q = dict(q=torch.nested.nested_tensor(list(good["q"])), cu_seqlens=ints(0, T))
+        with pytest.raises(ValueError, match="q: expected a plain strided tensor"):
+            getattr(gd, op)(**good | packed_q)
     nested = torch.nested.nested_tensor([torch.ones(HV)] * 2)
     for of_tensors in (gd.Gate.softplus, gd.GatedNorm, lambda x: gd.KVBuffer(x, x, x)):
         with pytest.raises(ValueError, match="expected a plain strided tensor, got a nested one"):

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from benchmarks.soak import ABORTED, SIDES, WHOLE, Request, Tally, judged, workload
+from benchmarks.soak import ABORTED, SIDES, WHOLE, Request, Tally, judged, main, workload
 
 TOP = [[[1, -0.1], [2, -0.2]], [[1, -0.1], [2, -3.0]], [[1, -0.1]]]
 OURS = {"type": "abort", "message": "out of memory"}
@@ -60,6 +60,14 @@ def test_a_soak_that_saw_too_little_is_not_good(engine: str) -> None:
         tally.add(counts, dict(answers=answers), log)
     assert tally.unseen() == []
     assert [tally.counts[x] for x in seen] == [15, 1, 4, 2, 3]
+
+
+@pytest.mark.parametrize("seconds", ["199", "-1", "nan"])
+def test_a_soak_in_which_no_engine_could_start(monkeypatch, capsys, seconds):
+    monkeypatch.setattr("sys.argv", ["soak", "vllm", "--seconds", seconds])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert f"--seconds: expected at least 200, got {seconds}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["gdn", "kda"])

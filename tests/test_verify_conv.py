@@ -155,6 +155,21 @@ def test_packed_drafts_of_unequal_lengths_leave_trails():
     assert o[:, : bounds[-1]].isfinite().all()
 
 
+@pytest.mark.parametrize("ends", [None, [0], [0, 0]], ids=str)
+def test_calls_without_tokens_leave_windows_in_trails(ends):
+    """No sequences, dense or packed, or one without tokens."""
+    one, empty = call(), (0, T) if ends is None else (1, 0)
+    for name in ("q", "k", "v", "g", "beta"):
+        one[name] = one[name].new_empty(*empty, *one[name].shape[2:])
+    sequences = 0 if ends is None else len(ends) - 1
+    for name in ("state_indices", "trail_indices"):
+        one[name] = one[name][:sequences]
+    bounds = {} if ends is None else dict(cu_seqlens=torch.tensor(ends))
+    assert gd.verify(**one, **bounds).shape == (*empty, HV, V)
+    assert torch.equal(one["trails"][3, :, :2], one["windows"][4, :, 1:]) == (sequences == 1)
+    assert one["trails"][:3].isnan().all()
+
+
 def test_explain_names_what_drafts_convolution_lacks():
     bf16 = {name: call()[name].bfloat16() for name in ("q", "k", "v", "windows", "trails")}
     on = lambda **changes: api.explain_on(H200, "verify", **call() | bf16 | changes)

@@ -34,6 +34,7 @@ from .problem import (
     ShortConv,
     UnsupportedProblem,
     refuse_grad,
+    refuse_nested,
     traced,
     type_name,
     unique,
@@ -552,9 +553,10 @@ def _profiled(op: Operation, *arguments: Any) -> Any:
 def _node(op: Operation, *arguments: Any) -> Any:
     """The call as one node of a compiled graph."""
     a = op.arguments(*arguments)
-    # The node's body sees detached tensors, so gradients are refused here.
+    # The node's body sees detached tensors, so gradients are refused here; and no nested ones.
     for name in op.tensors:
         if isinstance(x := getattr(a, name), Tensor):
+            refuse_nested(BUFFER.get(name, name), x)
             refuse_grad(BUFFER.get(name, name), x)
     # A schema takes 1 for True, True for 1, and a tensor's present value for either.
     for name, is_flag in op.flags.items():

@@ -543,32 +543,21 @@ def _verdict(case: AnyCase, backend: str, device: torch.device) -> dict[str, Any
     """Run a case and return its record. Its "backend": the one that ran, None if none did."""
     from .testing import run_case
 
-    record = dict[str, Any](
-        label=case.label, op=case.op, lengths=case.lengths, backend=None, seconds=None
-    )
+    record = dict[str, Any](label=case.label, op=case.op, lengths=case.lengths)
+    record |= dict(backend=None, seconds=None, failures=[], missing=[], errors={})
     try:
         result = run_case(case, backend, device)
     except UnsupportedProblem as problem:
-        return dict(
-            record,
-            status="unsupported",
-            failures=[],
-            missing=problem.missing or [one_line(problem)],
-            errors={},
-        )
+        missing = problem.missing or [one_line(problem)]
+        return dict(record, status="unsupported", missing=missing)
     except Exception as problem:  # the other cases still run
-        return dict(record, status="failed", failures=[first_line(problem)], missing=[], errors={})
+        return dict(record, status="failed", failures=[first_line(problem)])
     errors = {
         name: dict(error=vars(e), plain=vars(p), unit=unit, share=e.share(p, unit))
         for name, (e, p, unit) in result.errors.items()
     }
-    record |= dict(
-        backend=result.backend,
-        seconds=result.seconds,
-        failures=result.failures,
-        missing=[],
-        errors=errors,
-    )
+    names = ("backend", "seconds", "failures")
+    record |= {name: getattr(result, name) for name in names} | dict(errors=errors)
     return dict(record, status="passed" if result.passed else "failed")
 
 

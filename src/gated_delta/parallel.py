@@ -183,7 +183,10 @@ def _place(group: Any) -> tuple[int, int]:
     """Rank and number of ranks."""
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(f"{NAME}: expected an initialised torch.distributed, got none")
-    rank = dist.get_rank(group)
+    try:
+        rank = dist.get_rank(group)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"group: expected a group of this process, got {group!r}") from error
     if rank < 0:
         raise ValueError(f"group: expected a group of rank {dist.get_rank()}, got one without it")
     return rank, dist.get_world_size(group)
@@ -191,7 +194,9 @@ def _place(group: Any) -> tuple[int, int]:
 
 def _ints(name: str, x: object) -> tuple[int, ...]:
     """Ascending ints from 0 on."""
-    given = x.tolist() if isinstance(x, Tensor) and x.dtype in problem.INDEX_DTYPES else x
+    given = x
+    if isinstance(x, Tensor) and x.dtype in problem.INDEX_DTYPES:
+        given = problem.Checker().tensor(name, x, problem.INDEX_DTYPES, "numbers").tolist()
     if not isinstance(given, Sequence) or isinstance(given, str):
         kind = x.dtype if isinstance(x, Tensor) else type_name(x)
         raise TypeError(f"{name}: expected ints or an int tensor, got {kind}")
@@ -292,7 +297,7 @@ class Shard:
         states = self.zeros(len(self.parts), *self.head_shape)
         begin = [p for p, part in enumerate(self.parts) if part.begins]
         pool, initial = self.given["state"], self.given["initial_state"]
-        if not begin or (pool is None and initial is None):
+        if not begin or (pool is None and initial is None) or (pool is not None and not len(pool)):
             return states
         rows, sequences = self.index(begin), self.sequences[self.index(begin)]
         if pool is None:

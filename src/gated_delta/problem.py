@@ -241,7 +241,7 @@ class KVBuffer(_Tensors):
         for name in ("u", "k", "log_decay"):
             if not isinstance(x := getattr(self, name), Tensor):
                 raise TypeError(f"buffer.{name}: expected a torch.Tensor, got {type_name(x)}")
-            _not_nested(f"buffer.{name}", x)
+            refuse_nested(f"buffer.{name}", x)
 
     @staticmethod
     def empty(
@@ -456,11 +456,11 @@ def _tensor(name: str, x: object, dtypes: tuple[torch.dtype, ...]) -> Tensor:
         raise TypeError(
             f"{name}: expected dtype {' or '.join(str(d) for d in dtypes)}, got {x.dtype}"
         )
-    _not_nested(name, x)
+    refuse_nested(name, x)
     return x
 
 
-def _not_nested(name: str, x: Tensor) -> None:
+def refuse_nested(name: str, x: Tensor) -> None:
     if x.is_nested:
         raise ValueError(f"{name}: expected a plain strided tensor, got a nested one")
 
@@ -653,16 +653,17 @@ class Checker:
 
         query: q's name in errors. groups: v may be [N, T, groups, R, V], with that many groups.
         """
+        dtype = self.tensor(query, a.q, INPUT_DTYPES).dtype
         if a.cu_seqlens is not None:
             self.index("cu_seqlens", a.cu_seqlens, "N+1")
             if a.cu_seqlens.shape[0] < 1:
                 raise ValueError("cu_seqlens: expected shape [N+1], got [0]")
-            if isinstance(a.q, Tensor) and a.q.shape[:1] != (1,):
+            if a.q.shape[:1] != (1,):
                 expected = "expected packed tokens [1, total, H, K] with cu_seqlens"
                 raise ValueError(f"{query}: {expected}, got {list(a.q.shape)}")
             self.sizes["N"] = a.cu_seqlens.shape[0] - 1
         lead = _lead(a)
-        dtype = self.tensor(query, a.q, INPUT_DTYPES, f"{lead} H K").dtype
+        self.sizes.bind(query, a.q, f"{lead} H K")
         self.tensor("k", a.k, (dtype,), f"{lead} H K")
         in_groups = groups and isinstance(a.v, Tensor) and a.v.ndim == 5
         self.tensor("v", a.v, (dtype,), f"{lead} {groups} R V" if in_groups else f"{lead} HV V")

@@ -30,12 +30,11 @@ from .rows import (
     check_log_decays,
     decode_rows,
     flush_rows,
-    no_conflict,
     prefill_rows,
-    rows_of,
     short_conv_rows,
     spans,
     summary_rows,
+    trail_rows,
 )
 
 L2NORM_EPS = 1e-6
@@ -857,10 +856,7 @@ def verify_convolved(
     """`verify` of raw tokens; windows have the states' slots, trails rows of their own."""
     states = {name: x for name, x in given.items() if name not in ("norm", "z", "out")}
     reads, _, _, _, active, starts, lengths, _ = buffered_rows(tokens, **states, folds=False)
-    rows = list(range(len(reads)))
-    if trails is not None:
-        rows = rows_of("trail_indices", trail_indices, len(reads), len(trails))
-        no_conflict("trail_indices", ((n, rows[n]) for n in active if rows[n] >= 0))
+    rows = trail_rows(trails, trail_indices, len(reads), active)
     inputs = torch.cat([x.flatten(2).flatten(0, 1) for x in (tokens.q, tokens.k, tokens.v)], 1)
     y = inputs.clone()
     for n in active:
@@ -869,7 +865,7 @@ def verify_convolved(
         y[span] = _convolved(x, conv).to(y.dtype)
         if trails is not None and rows[n] >= 0:
             trails[rows[n], :, : len(x) - 1] = x[1:].T
-    parts = zip(y.split([x[0, 0].numel() for x in tokens[:3]], 1), tokens[:3], strict=True)
+    parts = zip(y.split([x.shape[2:].numel() for x in tokens[:3]], 1), tokens[:3], strict=True)
     q, k, v = (x.reshape(as_given.shape) for x, as_given in parts)
     verify(tokens._replace(q=q, k=k, v=v), **given)
 

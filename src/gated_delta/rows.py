@@ -334,6 +334,17 @@ def buffered_rows(
     return BufferedRows(reads, rows, counts, appends, active, starts, lengths, tree)
 
 
+def trail_rows(
+    trails: Tensor | None, trail_indices: Tensor | None, count: int, active: Iterable[int]
+) -> list[int]:
+    """Row of trails of each sequence of a verify; negative: none."""
+    if trails is None:
+        return [-1] * count
+    rows = rows_of("trail_indices", trail_indices, count, len(trails))
+    no_conflict("trail_indices", ((n, rows[n]) for n in active))
+    return rows
+
+
 class FlushRows(NamedTuple):
     """The slots that each sequence of a flush reads and writes, and the buffer row that it folds.
 

@@ -307,12 +307,8 @@ def kda_flush_kvbuffer(
     """
     rank("initial_state_source", initial_state_source, "P, HV, V, K")
     rank("d_buffer", d_buffer, "N, T, HV, V")
-    return _flush(
-        initial_state_source,
-        initial_state_indices,
-        _buffer(d_buffer, k_buffer, g_buffer),
-        accept_len,
-    )
+    buffer = _buffer(d_buffer, k_buffer, g_buffer)
+    return _flush(initial_state_source, initial_state_indices, buffer, accept_len)
 
 
 def kda_flush_kvbuffer_all_layers(
@@ -334,12 +330,8 @@ def kda_flush_kvbuffer_all_layers(
     """
     rank("initial_state_source", initial_state_source, "L, P, HV, V, K")
     rank("d_buffer", d_buffer, "L, N, T, HV, V")
-    return _flush(
-        initial_state_source,
-        initial_state_indices,
-        _buffer(d_buffer, k_buffer, g_buffer),
-        accept_len,
-    )
+    buffer = _buffer(d_buffer, k_buffer, g_buffer)
+    return _flush(initial_state_source, initial_state_indices, buffer, accept_len)
 
 
 # ------------------------------------------------------------------------------------------ shared

@@ -276,6 +276,7 @@ class VerifySizes(NamedTuple):
     out_scales_given: int
     conv_key_channels: int
     conv_group: int
+    """group_size, loaded again: one load for both uses takes more registers, and spills."""
     conv_bias_kind: int
     conv_silu: int
     trail_indices_kind: int

@@ -42,7 +42,6 @@ from .launch import (
     strides_of,
     tokens_of,
     value_heads,
-    writes_scales,
 )
 from .verify import Verify, VerifyLaunch
 
@@ -315,9 +314,8 @@ class Decode(StateOperation):
         check.option("buffer", True)
 
     def written(self, a: Arguments) -> tuple[str, ...]:
-        read = dict.fromkeys(("state", "windows"), not a.update_state)
-        read |= {"out_scales": not writes_scales(a)}
-        return tuple(x for x in self.may_write if not read.get(x, False))
+        read = () if a.update_state else ("state", "windows")
+        return tuple(x for x in super().written(a) if x not in read)
 
     def run_reference(self, a: Arguments) -> None:
         assert a.out is not None

@@ -22,7 +22,18 @@ from ..gpus import H200, Gpu
 from ..kernels.arguments import ABSENT as NO_KIND
 from ..kernels.arguments import BF16, FP16, FP32
 from ..memory import Addresses, Placement
-from ..problem import BUFFER, CHECK, SHORT, Gate, GatedNorm, KVBuffer, Problem, Tokens, unique
+from ..problem import (
+    BUFFER,
+    CHECK,
+    SHORT,
+    Gate,
+    GatedNorm,
+    KVBuffer,
+    Problem,
+    Tokens,
+    UnsupportedProblem,
+    unique,
+)
 
 REDESCRIBE = object()
 """A launch returns it if it did nothing and the call must be described again."""
@@ -143,7 +154,7 @@ class Operation(ABC):
 
     def written(self, a: Any) -> tuple[str, ...]:
         """The tensors of `may_write` that this call writes if they are given."""
-        return self.may_write
+        return tuple(x for x in self.may_write if x != "out_scales" or writes_scales(a))
 
     def allocated(self, a: Any) -> Any:
         """The call with new tensors for the outputs that the caller did not pass."""
@@ -593,6 +604,10 @@ class StateOperation(Operation):
         }
 
     def plan(self, problem: Problem, sequences: int, tokens: int, *, gpu: Gpu = H200) -> Plan:
+        """Raises UnsupportedProblem unless V is a multiple of 32."""
+        if problem.V % 32:
+            missing = tuple(self.missing(problem))
+            raise UnsupportedProblem(f"no kernel runs {problem.label}; it needs", missing)
         launch_bytes = sequences * state_bytes(problem)
         schedule = next(
             schedule for least, schedule in self.schedules(problem) if launch_bytes >= least

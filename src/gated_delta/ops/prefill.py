@@ -38,7 +38,6 @@ from .launch import (
     strides_of,
     token_sizes,
     tokens_of,
-    writes_scales,
 )
 from .prefill_kinds import Kind
 from .prefill_schedule import KINDS, RAW_SHARE, Call, Schedule, longest_of, schedule_of
@@ -168,9 +167,6 @@ class Prefill(Operation):
 
     def result(self, a: Arguments) -> tuple[Tensor | None, Tensor | None]:
         return a.out, a.final_state
-
-    def written(self, a: Arguments) -> tuple[str, ...]:
-        return tuple(x for x in self.may_write if x != "out_scales" or writes_scales(a))
 
     def run_reference(self, a: Arguments) -> None:
         states = ("initial_state", "state", "state_indices", "has_initial_state", "final_state")

@@ -18,7 +18,7 @@ from ..kernels.arguments import (
 )
 from ..kernels.drafts.layout import Facts, Layout
 from ..problem import BUFFER, TAPS, Checker, Problem, ShortConv, absent
-from ..rows import buffered_rows, spans_of
+from ..rows import buffered_rows, spans_of, trail_rows
 from .convolved import by_value_head, conv_facts, conv_needs, grouped_strides
 from .launch import (
     LARGE,
@@ -40,7 +40,6 @@ from .launch import (
     strides_of,
     tokens_of,
     value_heads,
-    writes_scales,
 )
 
 ROWS_16, ROWS_32 = Schedule(16, 128), Schedule(32, 128)
@@ -167,11 +166,9 @@ class Verify(StateOperation):
 
     def check_values(self, a: Arguments) -> None:
         _check_longest(a)
-        buffered_rows(tokens_of(by_value_head(a)), **_states(a), folds=False)
+        rows = buffered_rows(tokens_of(by_value_head(a)), **_states(a), folds=False)
+        trail_rows(a.trails, a.trail_indices, len(rows.reads), rows.active)
         reference.check_scale(a.out_scales)
-
-    def written(self, a: Arguments) -> tuple[str, ...]:
-        return tuple(x for x in self.may_write if x != "out_scales" or writes_scales(a))
 
     def schedules(self, problem: Problem) -> Table:
         key = problem.axis, state_width(problem), _token_tile(problem)

@@ -291,11 +291,14 @@ def _unequal(op: str) -> Iterator[_Factors]:
         yield axis, K, UNEQUAL_HEADS, gate, family, keys, rng.choice(STATE_DTYPES)
 
 
-def _buffered(op: str) -> Iterator[tuple[_Factors, str]]:
-    """decode and verify behind tokens of a buffer, dense and packed: the factors, the layout."""
-    rng = random.Random(f"{op} buffered")
-    crossed = itertools.product(AXES, DIMS, GATES, BUFFERED)
-    for axis, D, gate, layout in crossed if op in ("decode", "verify") else ():
+def _in_layouts(op: str, what: str, special: tuple[str, ...]) -> Iterator[tuple[_Factors, str]]:
+    """The factors and the layout, of those that the operation has. what: seeds the draws.
+
+    decode and verify behind tokens of a buffer; verify of trees, and flush of their paths.
+    """
+    rng = random.Random(f"{op} {what}")
+    layouts = [layout for layout in LAYOUTS[op] if layout in special]
+    for axis, D, gate, layout in itertools.product(AXES, DIMS, GATES, layouts):
         heads, family, keys = rng.choice(FEW), rng.choice((*FAMILIES, MIXED)), rng.choice(KEYS)
         state_dtype = rng.choice((*STATE_DTYPES, torch.float16))
         yield (axis, D, heads, gate, family, keys, state_dtype), layout
@@ -313,16 +316,6 @@ def _convolved(op: str) -> Iterator[tuple[_Factors, str]]:
         heads = rng.choice(groups if axis == "head" else ((5, 5),))
         family, state_dtype = rng.choice(FAMILIES), rng.choice((*STATE_DTYPES, torch.float16))
         yield (axis, D, heads, gate, family, "random", state_dtype), layout
-
-
-def _trees(op: str) -> Iterator[tuple[_Factors, str]]:
-    """verify of trees, and flush of their paths: the factors, the layout."""
-    rng = random.Random(f"{op} trees")
-    layouts = [layout for layout in LAYOUTS[op] if layout in TREES]
-    for axis, D, gate, layout in itertools.product(AXES, DIMS, GATES, layouts):
-        heads, family, keys = rng.choice(FEW), rng.choice((*FAMILIES, MIXED)), rng.choice(KEYS)
-        state_dtype = rng.choice((*STATE_DTYPES, torch.float16))
-        yield (axis, D, heads, gate, family, keys, state_dtype), layout
 
 
 AnyCase = Case | ConvCase
@@ -346,8 +339,8 @@ def cases(op: str) -> tuple[Case, ...]:
     listed = [(factors, 0, "") for factors in (*_crossed(), *_half_states(op), *_ranks(op))]
     listed += [(factors, size, "") for factors, size in _sizes(op)]
     listed += [(factors, 0, "") for factors in (*_repeated(op), *_unequal(op))]
-    special = (*_buffered(op), *_trees(op), *_convolved(op))
-    listed += [(factors, 0, layout) for factors, layout in special]
+    special = (*_in_layouts(op, "buffered", BUFFERED), *_in_layouts(op, "trees", TREES))
+    listed += [(factors, 0, layout) for factors, layout in (*special, *_convolved(op))]
     for seed, (factors, size, given_layout) in enumerate(listed):
         axis, D, heads, gate, family, keys, state_dtype = factors
         rng = random.Random(f"{op}{seed}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Callable
@@ -165,25 +166,13 @@ def _tokens(
     q, k, v = (finished(x, case.dtype) for x in (q, k, v))
     if case.layout == "fused_qkv":
         q, k, v = _fused(q, k, v)
-    cu_seqlens = None
+    g, beta = finished(g, case.g_dtype), finished(beta, case.dtype)
+    gate, scale = _gate(case, A_log.to(device), dt_bias.to(device)), None if case.seed % 5 else 0.25
+    flags, cu_seqlens = (case.qk_l2norm, case.beta_logits, case.allow_neg_eigval), None
     if case.packed:
-        ends = torch.tensor([0, *case.lengths]).cumsum(0)
-        cu_seqlens = ends.to(
-            device, torch.int32 if "cu_seqlens_i32" in case.options else torch.int64
-        )
-    return Tokens(
-        q,
-        k,
-        v,
-        finished(g, case.g_dtype),
-        finished(beta, case.dtype),
-        _gate(case, A_log.to(device), dt_bias.to(device)),
-        None if case.seed % 5 else 0.25,
-        case.qk_l2norm,
-        case.beta_logits,
-        case.allow_neg_eigval,
-        cu_seqlens,
-    )
+        ends = [0, *itertools.accumulate(case.lengths)]
+        cu_seqlens = _index(ends, case, "cu_seqlens", torch.device(device))
+    return Tokens(q, k, v, g, beta, gate, scale, *flags, cu_seqlens)
 
 
 def _queries_and_keys(
@@ -312,8 +301,11 @@ def _random_states(case: Case, count: int, rng: torch.Generator, device: torch.d
     return states.to(device, case.state_dtype)
 
 
-def _masked(case: Case, slots: list[int], inactive: int | None) -> list[int]:
-    return [case.null_index if n == inactive else slot for n, slot in enumerate(slots)]
+def _state_indices(
+    case: Case, slots: list[int], inactive: int | None, device: torch.device
+) -> Tensor:
+    masked = [case.null_index if n == inactive else slot for n, slot in enumerate(slots)]
+    return _index(masked, case, "state_indices", device)
 
 
 def _index(
@@ -327,13 +319,10 @@ def _prefill_states(
     call: Call, rng: torch.Generator, device: torch.device, inactive: int | None
 ) -> None:
     case, N = call.case, len(call.case.lengths)
-    states: dict[str, Any] = dict(
-        initial_state=None, output_final_state="final_state" in case.options
-    )
-    states |= dict(
-        state=None, state_indices=None, has_initial_state=None, null_index=case.null_index
-    )
-    states |= dict(deterministic=case.deterministic)
+    names = ("initial_state", "state", "state_indices", "has_initial_state")
+    states: dict[str, Any] = dict.fromkeys(names)
+    states |= dict(null_index=case.null_index, deterministic=case.deterministic)
+    states |= dict(output_final_state="final_state" in case.options)
     if "initial_state" in case.options:
         states["initial_state"] = _random_states(case, N, rng, device)
     if "pool" in case.options:
@@ -342,9 +331,7 @@ def _prefill_states(
         used = [slot for slot, r in zip(slots, resumed, strict=True) if r]  # a fresh slot holds NaN
         checkpoints = CHECKPOINTS * N if case.uses("checkpoint_indices") else 0
         states["state"] = _pool(case, 2 * N + 1 + checkpoints, used, rng, device)
-        states["state_indices"] = _index(
-            _masked(case, slots, inactive), case, "state_indices", device
-        )
+        states["state_indices"] = _state_indices(case, slots, inactive, device)
         states["has_initial_state"] = torch.tensor(resumed, device=device)
     if "checkpoints" in case.options:
         _prefill_checkpoints(case, states, device)
@@ -396,9 +383,7 @@ def _decode_states(
         states["num_accepted"] = _index(accepted, case, "num_accepted", device) if given else None
     elif case.uses("state_indices"):
         states["state"] = _pool(case, 3 * N + 2, slots, rng, device)
-        states["state_indices"] = _index(
-            _masked(case, slots, inactive), case, "state_indices", device
-        )
+        states["state_indices"] = _state_indices(case, slots, inactive, device)
     else:
         states["state"] = _pool(case, N + 1, list(range(N)), rng, device)
     if case.uses("write_indices"):
@@ -477,9 +462,7 @@ def _verify_states(
     slots = list(range(N))
     if case.uses("state_indices"):
         slots = [2 * n + 1 for n in reversed(range(N))]
-        states["state_indices"] = _index(
-            _masked(case, slots, inactive), case, "state_indices", device
-        )
+        states["state_indices"] = _state_indices(case, slots, inactive, device)
     states["state"] = _pool(case, 2 * N + 1, slots, rng, device)
     if case.uses("buffer_indices"):
         states["buffer_indices"] = _index([N - n for n in range(N)], case, "buffer_indices", device)
@@ -522,10 +505,9 @@ def _flush_states(
     layers = LAYERS if "layers" in case.options else None
     indexed = case.uses("state_indices")
     slots = [2 * n + 1 for n in reversed(range(N))] if indexed else list(range(N))
-    masked = _masked(case, slots, inactive)
     pools = [_pool(case, 3 * N + 2, slots, rng, device) for _ in range(layers or 1)]
     states: dict[str, Any] = dict(state=torch.stack(pools) if layers else pools[0])
-    states["state_indices"] = _index(masked, case, "state_indices", device) if indexed else None
+    states["state_indices"] = _state_indices(case, slots, inactive, device) if indexed else None
     states |= dict(write_indices=None, buffer_indices=None, null_index=case.null_index)
     if case.uses("write_indices"):
         states["write_indices"] = _index(

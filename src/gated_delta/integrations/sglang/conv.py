@@ -253,13 +253,14 @@ class Convolution:
         if isinstance(mixed_qkv, tuple):
             rows, (b, a) = mixed_qkv[0], mixed_qkv[1].chunk(2, 1)
             parts = projection.split(rows, sizes_of(layer))
-            drafts = self._verify(layer, parts, **given | dict(a=a, b=b))
+            takes = self.takes_drafts(layer, given["forward_batch"])
+            drafts = self._verify(layer, parts, takes, **given | dict(a=a, b=b))
             return drafts, _gate_behind(layer, rows, drafts)
         C = projection.width(sizes_of(layer))
         if mixed_qkv.shape[1] == C:
             return self._extend(layer=layer, mixed_qkv=mixed_qkv, **given)
         if given["forward_batch"].forward_mode.is_target_verify():
-            return self._verify(layer, parts_of(layer, mixed_qkv)[:3], **given)
+            return self._verify(layer, parts_of(layer, mixed_qkv)[:3], True, **given)
         *self.parts, z = parts_of(layer, mixed_qkv)
         fused = _norm_of(layer)
         if breaks_here() and fused is not None:
@@ -277,14 +278,15 @@ class Convolution:
         return normalised(self.norms[layer.A_log], fused, o.flatten(0, -2), z).view(o.shape)
 
     def _verify(
-        self, layer: Any, parts: Sequence[Tensor], *, a: Tensor, b: Tensor, **given: Any
+        self, layer: Any, parts: Sequence[Tensor], takes: bool, a: Tensor, b: Tensor, **given: Any
     ) -> Tensor:
-        """o of raw drafts; behind the engine's convolution of a copy if ours cannot run."""
-        batch = given["forward_batch"]
-        if self.takes_drafts(layer, batch):
-            o = self._drafts(layer, parts, a, b, batch)
-            if o is not None:
-                return o
+        """o of raw drafts; behind the engine's convolution of a copy if ours cannot run.
+
+        takes: of `takes_drafts`, which whole rows have asked.
+        """
+        o = self._drafts(layer, parts, a, b, given["forward_batch"]) if takes else None
+        if o is not None:
+            return o
         a, b = (x.flatten(1).contiguous() for x in (a, b))
         mixed_qkv = projection.joined(parts)
         result: Tensor = self._extend(layer=layer, mixed_qkv=mixed_qkv, a=a, b=b, **given)

@@ -46,13 +46,13 @@ class Channel(NamedTuple):
     index: Int32
     """Among all channels."""
     at: Any
-    """Address of the token's input."""
-    target: Int32
-    """Place of the output in the token's record."""
+    """Address of the first token's input."""
+    target: Any
+    """Place of its output in a token's record; None: a register."""
     has_place: Any
     """Whether there is one: q and k have padding, too."""
-    shared: bool
-    """Whether it is q's or k's, which the CTAs of a cluster share."""
+    step: Any = None
+    """Bytes between tokens; None in decode for v."""
 
 
 class Taps(NamedTuple):
@@ -98,30 +98,24 @@ class Filter:
         return y.to(self.dtype).to(Float32)
 
 
-class KeyChannel(NamedTuple):
-    """A channel of a q/k head's q | k, both padded to padded_K."""
-
-    is_k: Any
-    c: Int32
-    """In its row; at least K: padding."""
-    index: Int32
-    """Among all channels."""
-    target: Any
-    """Place of its output in a shared row of q and k."""
-    has_place: Any
-    """Whether there is one: padding's, too."""
-    inside: Any
-
-
-def key_channel(state, h, i, key_channels):
-    """Channel i of q/k head h's q | k; key_channels: of all heads' q."""
-    padded_K = state.padded_K
-    is_k = i >= padded_K
-    c = i - Int32(select_(is_k, Int32(padded_K), Int32(0)))
-    index = h * state.K + c + Int32(select_(is_k, key_channels, Int32(0)))
-    target = i - c + state.position(c)
-    has_place = i < 2 * padded_K
-    return KeyChannel(is_k, c, index, target, has_place, has_place & (c < state.K))
+def key_channels(conv, args, coord, token):
+    """The thread's channels of its head's q | k, both padded to padded_K, from a token on."""
+    state, stride = conv.state, args.stride
+    h = qk_head(coord.hv, args.size.qk_head_factor)
+    q_at, k_at = conv.tokens.qk_addresses(args, coord, token)
+    size = Int32(conv.dtype.width // 8)
+    channels = []
+    for first in range(0, 2 * state.padded_K, conv.threads):
+        i = coord.thread + first
+        is_k = i >= state.padded_K
+        c = i - Int32(select_(is_k, Int32(state.padded_K), Int32(0)))  # from K on: padding
+        index = h * state.K + c + Int32(select_(is_k, args.size.conv_key_channels, Int32(0)))
+        target, has_place = i - c + state.position(c), i < 2 * state.padded_K
+        inside = has_place & (c < state.K)
+        at = select_(is_k, k_at, q_at) + offset(c, size)
+        step = Int32(select_(is_k, stride.k_t, stride.q_t))
+        channels.append(Channel(inside, index, at, target, has_place, step))
+    return channels
 
 
 class Conv:
@@ -145,22 +139,14 @@ class Conv:
 
     def channels(self, args, coord):
         """The thread's channels."""
-        key_channels = args.size.conv_key_channels
-        h = qk_head(coord.hv, args.size.qk_head_factor)
-        q_at, k_at = self.tokens.qk_addresses(args, coord, 0)
-        size = Int32(self.dtype.width // 8)
-        channels = []
-        for first in range(0, 2 * self.state.padded_K, self.threads):
-            x = key_channel(self.state, h, coord.thread + first, key_channels)
-            at = select_(x.is_k, k_at, q_at) + offset(x.c, size)
-            channels.append(Channel(x.inside, x.index, at, x.target, x.has_place, True))
+        channels = key_channels(self, args, coord, 0)
         for first in range(0, self.cta_rows, self.threads):
             i = coord.thread + first
             row = coord.v_tile * self.cta_rows + i
             at = self.tokens.v_address(args, coord, 0, row)
-            index = 2 * key_channels + coord.hv * self.V + row
+            index = 2 * args.size.conv_key_channels + coord.hv * self.V + row
             inside = i < self.cta_rows
-            channels.append(Channel(inside, index, at, self.v_offset + i, inside, False))
+            channels.append(Channel(inside, index, at, self.v_offset + i, inside))
         return channels
 
     # ------------------------------------------------------------ loads
@@ -200,7 +186,7 @@ class Conv:
         channels = self.channels(args, coord)
         for i in cutlass.range_constexpr(len(channels)):
             stores = channels[i].inside & (slots.write > args.size.null_index)
-            if cutlass.const_expr(channels[i].shared):
+            if cutlass.const_expr(channels[i].step is not None):  # q's or k's
                 stores = stores & first
             window = self.filter.window(args, slots.write, channels[i].index)
             for j in cutlass.range_constexpr(TAPS - 1):

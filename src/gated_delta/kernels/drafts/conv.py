@@ -6,34 +6,15 @@ are only read. A channel's trail, the window's last two entries and the inputs, 
 CTA: q's and k's by the first one of the q/k head.
 """
 
-from typing import Any, NamedTuple
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint16, Uint32
 from cutlass.cutlass_dsl import select_
 
 from ..device import ptx
-from ..device.args import offset, qk_head, tensor_at
-from ..device.conv import TAPS, Filter, Taps, key_channel
+from ..device.args import offset, tensor_at
+from ..device.conv import TAPS, Channel, Filter, Taps, key_channels
 from ..device.recurrent import load_index
-
-
-class Channel(NamedTuple):
-    """A channel of q | k | v that a thread convolves."""
-
-    inside: Any
-    """Whether the thread has it."""
-    index: Int32
-    """Among all channels."""
-    at: Any
-    """Address of the first token's input."""
-    step: Int32
-    """Bytes between tokens."""
-    target: Any
-    """Place of the outputs in a shared row of q and k; None for v."""
-    has_place: Any = None
-    """Whether there is one: q and k have padding, too."""
 
 
 class DraftConv:
@@ -52,19 +33,10 @@ class DraftConv:
 
     def channels(self, draft):
         args, coord = draft.args, draft.coord
-        h = qk_head(coord.hv, args.size.qk_head_factor)
-        q_at, k_at = self.tokens.qk_addresses(args, coord, draft.start)
-        key_channels = args.size.conv_key_channels
-        size = Int32(self.dtype.width // 8)
-        channels = []
-        for first in range(0, 2 * self.state.padded_K, self.threads):
-            x = key_channel(self.state, h, coord.thread + first, key_channels)
-            at = select_(x.is_k, k_at, q_at) + offset(x.c, size)
-            step = Int32(select_(x.is_k, args.stride.k_t, args.stride.q_t))
-            channels.append(Channel(x.inside, x.index, at, step, x.target, x.has_place))
+        channels = key_channels(self, args, coord, draft.start)
         at = self.tokens.v_address(args, coord, draft.start, coord.o_row)
-        index = 2 * key_channels + coord.hv * self.V + coord.o_row
-        return [*channels, Channel(coord.stores_o, index, at, args.stride.v_t, None)]
+        index = 2 * args.size.conv_key_channels + coord.hv * self.V + coord.o_row
+        return [*channels, Channel(coord.stores_o, index, at, None, None, args.stride.v_t)]
 
     def load(self, draft, slot, active):
         """Load the thread's channels; what waits for the slot comes last."""
