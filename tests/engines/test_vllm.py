@@ -1031,6 +1031,29 @@ class Stack:
         return storage
 
 
+@pytest.mark.parametrize("apart", ["", "states", "rows"])
+def test_block_tables_in_one_pool(apart: str) -> None:
+    """Layers 0, 3 have the first of three block tables, 1, 4 the second: as vLLM groups them."""
+    from gated_delta.integrations.vllm.kvbuffer import Pool
+
+    G, L, P, R, HV, V, K = 3, 2, 5, 4, 2, 16, 32
+    states, windows = torch.zeros(G * L, P, HV, V, K), torch.zeros(L, P, 6, 7)
+    buffer = gated_delta.KVBuffer.empty(R, 3, 1, HV, K, V, num_layers=G * L)
+    buffer.u.copy_(torch.arange(G * L * R).view(G * L, R, 1, 1, 1))
+    order = [*range(G * L)] if apart != "rows" else [0, 2, 1, 3, 4, 5]
+    tables = [[], [], []]
+    for n in range(G * L):
+        pool = states[n if apart == "states" else n // G]
+        layer = SimpleNamespace(kv_cache=(windows[n // G], pool), kvbuffer=buffer.layer(order[n]))
+        tables[n % G].append(layer)
+    pool = Pool.of(tables)
+    assert (pool is None) == bool(apart)
+    if pool is not None:
+        shapes = pool.states.shape, pool.windows.shape
+        assert shapes == ((L, *states.shape[1:]), windows.shape)
+        assert pool.buffer.u[..., 0, 0, 0].tolist() == buffer.u[..., 0, 0, 0].view(L, -1).tolist()
+
+
 @pytest.mark.parametrize("even", [True, False])
 def test_folding_after_sampling(even: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the first model runner; drafts beside a prompt; layers that lie unevenly in the cache."""
@@ -1217,9 +1240,7 @@ def test_what_a_kvbuffer_needs(
             assert (layer.get_attn_backend(), layer.room) == (case["backend"], 0)
 
 
-def test_kernels_that_a_default_would_miss(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_kernels_that_a_default_would_miss(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """vLLM builds layers outside of no_grad, and their parameters want gradients."""
     from gated_delta.integrations.vllm import start
     from gated_delta.integrations.vllm.calls import Recurrence

@@ -145,8 +145,8 @@ class Builder(GDNAttentionMetadataBuilder):
         """Pools of block tables, and which have them: one for all, if they lie evenly."""
         if builders not in self.shared:
             pool = Pool.of([x.layers for x in builders])
-            apart = [(pool, [x]) for x in builders for pool in x.pools]
-            self.shared[builders] = [(pool, builders)] if pool else apart
+            one_each = [(own, (x,)) for x in builders for own in x.pools]
+            self.shared[builders] = [(pool, builders)] if pool else [*one_each]
         return self.shared[builders]
 
 
@@ -167,19 +167,18 @@ class Pool:
     def of(cls, tables: Sequence[Sequence[Any]]) -> Pool | None:
         """Of layers by block table; None if they do not lie evenly."""
 
-        def stacked(part: Callable[[Any], Tensor], follow: bool = False) -> Tensor | None:
-            return _stacked([[part(layer) for layer in layers] for layers in tables], follow)
-
         def windows(layer: Any) -> Tensor:
             pool: Tensor = layer.kv_cache[0]
             return pool.mT if is_conv_state_dim_first() else pool
 
-        names = "u", "k", "log_decay"
-        buffer = [stacked(lambda x, n=name: getattr(x.kvbuffer, n), True) for name in names]
-        parts = [stacked(lambda x: x.kv_cache[1]), stacked(windows), *buffer]
-        if len(even := [x for x in parts if x is not None]) < len(parts):
+        def of_buffer(name: str) -> Tensor | None:
+            return _stacked(tables, lambda x: getattr(x.kvbuffer, name), follow=True)
+
+        states, moved = _stacked(tables, lambda x: x.kv_cache[1]), _stacked(tables, windows)
+        u, k, log_decay = map(of_buffer, ("u", "k", "log_decay"))
+        if states is None or moved is None or u is None or k is None or log_decay is None:
             return None
-        return cls(tables[0][0], *even[:2], KVBuffer(*even[2:]))
+        return cls(tables[0][0], states, moved, KVBuffer(u, k, log_decay))
 
     def move_windows(
         self, tables: Sequence[Tensor], rows: Tensor, counts: Counts, buffer_rows: Tensor
@@ -198,9 +197,10 @@ class Pool:
         self.flush(counts, places.source, buffer_indices=places.row, write_indices=to)
 
     def flush(self, num_accepted: Tensor, slots: Tensor, **options: Tensor) -> None:
-        settings = dict(null_index=self.layer.null_index, backend=self.layer.backend)
-        options |= dict(num_accepted=num_accepted, state_indices=slots)
-        api.flush(self.states, self.buffer, **options, **settings)
+        """Folds so many tokens into the states of these slots; options: of api.flush."""
+        settings: dict[str, Any] = dict(null_index=self.layer.null_index, state_indices=slots)
+        settings |= dict(backend=self.layer.backend, **options)
+        api.flush(self.states, self.buffer, num_accepted, **settings)
 
 
 class Backend(GDNAttentionBackend):
@@ -227,18 +227,21 @@ def takes_drafts(layer: Any) -> bool:
     return flag(DRAFTS, load.pays(family, states, requests * HV))
 
 
-def _stacked(tables: Sequence[Sequence[Tensor]], follow: bool) -> Tensor | None:
-    """[L, ...] over the L tensors of each block table; None if they do not lie evenly.
+def _stacked(
+    tables: Sequence[Sequence[Any]], part: Callable[[Any], Tensor], follow: bool = False
+) -> Tensor | None:
+    """[L, ...], a part of the L layers of each block table; None if they do not lie evenly.
 
-    The tables share their tensors; or, if they follow, tensor i of each is one in axis 0.
+    The tables share these tensors; or, if they follow, layer i's of all are one in axis 0.
     """
-    first, G, L = tables[0][0], len(tables), len(tables[0])
+    parts = [[part(layer) for layer in layers] for layers in tables]
+    first, G, L = parts[0][0], len(parts), len(parts[0])
     start, rows, size = first.data_ptr(), len(first), first.element_size()
-    step = tables[0][1].data_ptr() - start if L > 1 else 0
+    step = parts[0][1].data_ptr() - start if L > 1 else 0
     behind = rows * first.stride(0) * size if follow else 0
     even = [[start + t * behind + i * step for i in range(L)] for t in range(G)]
-    alike = {(x.untyped_storage().data_ptr(), x.shape, x.stride()) for of in tables for x in of}
-    lie = [[x.data_ptr() for x in layers] for layers in tables]
+    alike = {(x.untyped_storage().data_ptr(), x.shape, x.stride()) for of in parts for x in of}
+    lie = [[x.data_ptr() for x in of] for of in parts]
     if lie != even or len(alike) > 1 or step < 0 or step % size:
         return None
     shape = L, rows * (G if follow else 1), *first.shape[1:]
