@@ -639,7 +639,7 @@ def test_another_release_gets_no_hooks_for_drafts(monkeypatch):
         assert (kvbuffer.COMMIT in hooked) == (refusal is None)
 
 
-def test_by_default_large_batches_drafts_are_in_a_kvbuffer(monkeypatch, caplog):
+def test_by_default_large_batches_drafts_are_in_a_kvbuffer(monkeypatch, caplog, tmp_path):
     """With fewer value heads, and always with 16-bit states of KDA, states stay."""
     monkeypatch.delenv(process.DRAFTS, raising=False)
     caplog.set_level("INFO")
@@ -658,11 +658,13 @@ def test_by_default_large_batches_drafts_are_in_a_kvbuffer(monkeypatch, caplog):
     with speculating(kvbuffer=None, max_running_requests=9999):
         assert kvbuffer.sizes(Configurator("KDA", torch.bfloat16)) is None
     # A pack without its kernels ends the start only if a buffer was asked for.
-    monkeypatch.setattr(load, "unbuildable", lambda *_: "2 more kernels")
+    monkeypatch.setattr(load, "gpu_of", lambda device: H200)
+    monkeypatch.setenv("GATED_DELTA_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("GATED_DELTA_JIT", "0")
     for asked in (None, "1"):
         with speculating(kvbuffer=asked, max_running_requests=9999):
             assert (kvbuffer.sizes(Configurator("GDN")) is None) == (asked is None)
-    assert "a KVBuffer needs 2 more kernels" in caplog.text
+    assert re.search(r"a KVBuffer needs \d+ more kernels: ", caplog.text)
 
 
 def test_memory_for_drafts_is_reserved_as_they_take_it():
