@@ -1224,6 +1224,10 @@ def test_triton_commits_drafts_as_torch(N, G, held, due, monkeypatch):
         assert torch.equal(before[rows], both[0][-2])  # before itself receives them
         assert torch.equal(instead.accepted, counts.accepted)
     assert met >= {"past a block", "in place", *(["stays"] if held else [])}
+    wider = torch.zeros(batch, columns + 1, dtype=torch.int32)
+    given = moved, [tables[0], wider], rows, counts, ring.step_rows
+    with pytest.raises(ValueError, match=r"tables: expected rows at one distance, got \[4, 5\]"):
+        kernels.move_windows(*given, width=width, buffer_size=100)
 
 
 # ------------------------------------------------------------------------ the engine's own kernels

@@ -82,6 +82,8 @@ def move_windows(
     (L, _, _, D), N, G = windows.shape, len(rows), len(tables)
     step = triton.cdiv(G * N, 4) * 4  # as in accept
     places = torch.empty(6, step, dtype=torch.int32, device=rows.device)
+    if len(distances := {table.stride(0) for table in tables}) > 1:
+        raise ValueError(f"tables: expected rows at one distance, got {sorted(distances)}")
     first = tables[0].data_ptr()
     offsets = _offsets(rows.device, *((table.data_ptr() - first) // 4 for table in tables))
     tensors = windows, tables[0], offsets, rows, buffer_rows, places, *counts
