@@ -996,7 +996,7 @@ class Stack:
     """Three layers with one block table: their builder, states of 5 slots and buffers."""
 
     def __init__(self, even: bool):
-        from gated_delta.integrations.vllm import kvbuffer as vllm_kvbuffer
+        from gated_delta.integrations.vllm.records.builder import Builder
 
         L, P, HV, V, K = 3, 5, 2, 16, 32
         self.storage = torch.randn(20, HV, V, K)
@@ -1004,7 +1004,7 @@ class Stack:
         self.buffer = gated_delta.KVBuffer.empty(P, 3, 1, HV, K, V, num_layers=L)
         for x in (self.buffer.u, self.buffer.k, self.buffer.log_decay):
             x.copy_(-torch.rand_like(x))
-        self.builder = object.__new__(vllm_kvbuffer.Builder)
+        self.builder = object.__new__(Builder)
         self.builder.rows = None
         self.builder.layers = [
             SimpleNamespace(
@@ -1034,7 +1034,7 @@ class Stack:
 @pytest.mark.parametrize("apart", ["", "states", "rows"])
 def test_block_tables_in_one_pool(apart: str) -> None:
     """Layers 0, 3 have the first of three block tables, 1, 4 the second: as vLLM groups them."""
-    from gated_delta.integrations.vllm.kvbuffer import Pool
+    from gated_delta.integrations.vllm.records.pools import Pool
 
     G, L, P, R, HV, V, K = 3, 2, 5, 4, 2, 16, 32
     states, windows = torch.zeros(G * L, P, HV, V, K), torch.zeros(L, P, 6, 7)
@@ -1059,8 +1059,8 @@ def test_folding_after_sampling(even: bool, monkeypatch: pytest.MonkeyPatch) -> 
     """In the first model runner; drafts beside a prompt; layers that lie unevenly in the cache."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    from gated_delta.integrations.vllm import kvbuffer as vllm_kvbuffer
     from gated_delta.integrations.vllm import process as vllm_process
+    from gated_delta.integrations.vllm.records.builder import fold_after_sampling
 
     stack = Stack(even)
     builder = stack.builder
@@ -1078,7 +1078,7 @@ def test_folding_after_sampling(even: bool, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(vllm_process, "layers", builder.layers)
     name = "_update_states_after_model_execute"
     monkeypatch.setattr(GPUModelRunner, name, lambda *_: None)
-    vllm_kvbuffer.fold_after_sampling.__wrapped__()
+    fold_after_sampling.__wrapped__()
     sampled = torch.tensor([2, 3, 0])  # 3: no drafts; 0: a request inside its prompt
     counted = SimpleNamespace(num_accepted_tokens=SimpleNamespace(gpu=sampled))
     for _ in range(2):  # once
@@ -1147,19 +1147,18 @@ class Other(KimiK3KDAAttentionBackend):
 def test_what_a_kvbuffer_needs(
     changed: dict[str, Any], needed: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gated_delta.integrations.vllm import kimi_k3
-    from gated_delta.integrations.vllm import kvbuffer as vllm_kvbuffer
     from gated_delta.integrations.vllm import layers as vllm_layers
+    from gated_delta.integrations.vllm.records import builder, kimi_k3, requirements
 
     case: dict[str, Any] = dict(
         mamba_cache_mode="none", pipeline_parallel_size=1, refused={}, left={}
     )
-    case |= dict(backend=vllm_kvbuffer.GDNAttentionBackend, max_num_seqs=4)
+    case |= dict(backend=requirements.GDNAttentionBackend, max_num_seqs=4)
     case |= dict(use_ubatching=False, kv_transfer_config=None, replayssm_buffer_len=33, ring=False)
     case |= dict(prefill_context_parallel_size=1, max_num_batched_tokens=64, version="")
     case |= dict(unbuilt=[])
     case |= changed
-    switch = vllm_kvbuffer.RING if case["ring"] else vllm_kvbuffer.DRAFTS
+    switch = requirements.RING if case["ring"] else requirements.DRAFTS
     case = dict(use_v2_model_runner=False) | case
     config = SimpleNamespace(enable_chunked_prefill=True, **case)
     config.scheduler_config = config.cache_config = config.parallel_config = config
@@ -1181,7 +1180,7 @@ def test_what_a_kvbuffer_needs(
 
     base = vllm_layers.abstract.MambaBase
     if case["version"]:
-        monkeypatch.setattr(vllm_kvbuffer.vllm, "__version__", case["version"])
+        monkeypatch.setattr(requirements.vllm, "__version__", case["version"])
         monkeypatch.setattr(releases, "source", lambda *_: "")
     if case.get("asked", True):
         monkeypatch.setenv(switch, "1")
@@ -1190,7 +1189,7 @@ def test_what_a_kvbuffer_needs(
     monkeypatch.setattr(vllm_layers.start, "missing", lambda *_: case["refused"])
     monkeypatch.setattr(vllm_layers.start, "unbuildable", lambda *_: case["unbuilt"])
     hooked: list[str] = []
-    monkeypatch.setattr(vllm_kvbuffer, "fold_after_sampling", lambda: hooked.append("first"))
+    monkeypatch.setattr(builder, "fold_after_sampling", lambda: hooked.append("first"))
     monkeypatch.setattr(vllm_layers.commit, "at_recoverssm_seam", lambda: hooked.append("second"))
     monkeypatch.setattr(vllm_layers.ring, "follow_requests", lambda: hooked.append("rows"))
     monkeypatch.setattr(base, "get_attn_backend", lambda layer: case["backend"])
@@ -1212,7 +1211,7 @@ def test_what_a_kvbuffer_needs(
         in_kvbuffer = needed is not None
         layer, runner = Layer(), ["second" if case["use_v2_model_runner"] else "first"]
         k3 = case["backend"] is KimiK3KDAAttentionBackend
-        ours = kimi_k3.Backend if k3 else vllm_kvbuffer.Backend
+        ours = kimi_k3.Backend if k3 else builder.Backend
         assert (layer.get_attn_backend() is ours) == in_kvbuffer
         rows = ["rows"] * (case["ring"] or case["mamba_cache_mode"] == "align")
         assert hooked == ([] if case["ring"] else runner) * in_kvbuffer + rows * in_kvbuffer
@@ -1225,14 +1224,14 @@ def test_what_a_kvbuffer_needs(
         spec = dataclasses.make_dataclass("Spec", fields)(3, 4, 4096, 0, None)
         monkeypatch.setattr(base, "get_kv_cache_spec", lambda *_: spec)
         config.compilation_config.static_forward_context.update({"layers.0": layer})
-        monkeypatch.setattr(vllm_kvbuffer, "DEVICE", "cuda")  # as on a small GPU
+        monkeypatch.setattr(requirements, "DEVICE", "cuda")  # as on a small GPU
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 16 << 20))
-        lacks = [] if asked else vllm_kvbuffer.default_lacks(layer, 4096 + 8)
+        lacks = [] if asked else requirements.default_lacks(layer, 4096 + 8)
         assert lacks == [] or lacks[0] == "--max-num-seqs 127 or less"
         assert lacks[1:] == ([] if asked else ["states at multiples of 16 bytes"])
         if asked:
             assert layer.get_kv_cache_spec(config).num_speculative_blocks == 0
-            monkeypatch.setattr(vllm_kvbuffer, "cache_lacks", lambda *_: ["--block-size 4 or more"])
+            monkeypatch.setattr(requirements, "cache_lacks", lambda *_: ["--block-size 4 or more"])
             with pytest.raises(RuntimeError, match=r"layers\.0 needs --block-size 4 or more"):
                 layer.get_kv_cache_spec(config)
         else:
@@ -1261,11 +1260,11 @@ def test_kernels_that_a_default_would_miss(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def test_the_length_of_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gated_delta.integrations.vllm import kvbuffer as vllm_kvbuffer
+    from gated_delta.integrations.vllm.records import requirements
 
     def tokens(L: int) -> int:
         config = SimpleNamespace(cache_config=SimpleNamespace(replayssm_buffer_len=L))
-        return vllm_kvbuffer.ring_tokens(config)
+        return requirements.ring_tokens(config)
 
     assert tokens(16) == 0
     monkeypatch.setenv("GATED_DELTA_VLLM_RING", "1")

@@ -15,7 +15,8 @@ import vllm_steps
 
 from gated_delta import problem
 from gated_delta.integrations.engine import ring_lengths, state_check
-from gated_delta.integrations.vllm import checking, commit, kvbuffer, process
+from gated_delta.integrations.vllm import checking, process
+from gated_delta.integrations.vllm.records import commit, pools, requirements
 
 COMMON = dict(max_num_seqs=6, max_num_batched_tokens=64)
 CASES: dict[str, dict[str, Any]] = dict(
@@ -98,7 +99,7 @@ class Faulty:
     """gated_delta's operations; a flush is wrong for one sequence. names: of the requests."""
 
     def __init__(self, runner: Any, fault: str):
-        self.api, self.runner, self.fault = kvbuffer.api, runner, fault
+        self.api, self.runner, self.fault = pools.api, runner, fault
         self.names: set[str] = set()
 
     def __getattr__(self, name: str) -> Any:
@@ -132,7 +133,7 @@ def test_a_wrong_flush_is_reported(fault: str, monkeypatch: pytest.MonkeyPatch) 
     runner = vllm_steps.Runner(monkeypatch, 0, **COMMON | CASES["block"])
     monkeypatch.setattr(torch.testing, "assert_close", lambda *_, **__: None)
     faulty = Faulty(runner, fault)
-    monkeypatch.setattr(kvbuffer, "api", faulty)
+    monkeypatch.setattr(pools, "api", faulty)
     found = r"CHECK: request \d+, states \d \d, slot \d+: the state after \d+ tokens is off"
     with pytest.raises(RuntimeError, match=found) as error:
         runner.serve(40)
@@ -193,16 +194,16 @@ def test_what_the_cache_must_not_have(cached: bool, monkeypatch: pytest.MonkeyPa
     runner = vllm_steps.Runner(monkeypatch, 0, **COMMON | CASES["block"])
     layers = runner.config.compilation_config.static_forward_context
     layer = layers["states 0 0"]
-    assert not kvbuffer.cache_lacks(layer, runner.config, 4)
+    assert not requirements.cache_lacks(layer, runner.config, 4)
     layers["ple"] = object.__new__(type("ShortConv", (type(layer),), {}))
     vars(layers["ple"]).update(buffered=False)
     if cached:
         needed = "every layer with states on gated_delta; --block-size 4 or more, got 3"
         lacks = [f"--no-enable-prefix-caching, or {needed}"]
-        assert kvbuffer.cache_lacks(layer, runner.config, 3) == lacks
+        assert requirements.cache_lacks(layer, runner.config, 3) == lacks
     else:
         monkeypatch.setattr(runner.config.cache_config, "mamba_cache_mode", "none")
-        assert not kvbuffer.cache_lacks(layer, runner.config, 3)
+        assert not requirements.cache_lacks(layer, runner.config, 3)
 
 
 def test_connectors_save_what_was_committed(monkeypatch: pytest.MonkeyPatch) -> None:

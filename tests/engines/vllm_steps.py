@@ -375,7 +375,8 @@ class Runner(Steps):
         from vllm.v1.worker.gpu.model_states import default, mamba_hybrid
 
         from gated_delta import problem
-        from gated_delta.integrations.vllm import checking, commit, layers, padded, ring
+        from gated_delta.integrations.vllm import checking, layers, padded
+        from gated_delta.integrations.vllm.records import commit, ring
 
         base, kind = default.DefaultModelState, mamba_hybrid.MambaHybridModelState
         monkeypatch.setattr(base, "__init__", default.ModelState.__init__)
@@ -423,7 +424,7 @@ class Runner(Steps):
         return [f"{group} {n}" for n in range(2)]
 
     def _layers(self, module: Any, rows: int) -> list[Any]:
-        from gated_delta.integrations.vllm import ring
+        from gated_delta.integrations.vllm.records import ring
 
         layers, truth = self.config.compilation_config.static_forward_context, self.truth
         T, tokens = 1 + self.drafts, self.ring or self.room

@@ -38,17 +38,9 @@ from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 from gated_delta import __version__, api, problem
 from gated_delta.integrations.checks import has_aligned_rows, in_chunks
 from gated_delta.integrations.engine import load, projection
-from gated_delta.integrations.vllm import (
-    checking,
-    commit,
-    cuts,
-    kvbuffer,
-    padded,
-    process,
-    ring,
-    start,
-)
+from gated_delta.integrations.vllm import checking, cuts, padded, process, start
 from gated_delta.integrations.vllm.calls import Recurrence, room
+from gated_delta.integrations.vllm.records import builder, commit, pools, requirements, ring
 from gated_delta.integrations.vllm.start import BACKEND, DEVICE
 from gated_delta.ops.launch import MAX_NORM
 from gated_delta.problem import CHECKPOINT_INTERVAL, TAPS, UnsupportedProblem, unique
@@ -84,10 +76,10 @@ class Core(Recurrence, abstract.MambaBase):
         left = start.left_to_vllm(vllm_config, self.num_spec)
         self.builder: Any = None
         self.rows: Any = None
-        self.buffered = kvbuffer.takes_drafts(self) and self.num_spec > 0 and not left
-        self.ring = kvbuffer.ring_tokens(vllm_config) if "prefill" not in left else 0
+        self.buffered = requirements.takes_drafts(self) and self.num_spec > 0 and not left
+        self.ring = requirements.ring_tokens(vllm_config) if "prefill" not in left else 0
         needs = [] if self.drafts_stay else ["other layers than Kimi K3's"]
-        needs += kvbuffer.rows_lack(vllm_config, cached=True)
+        needs += requirements.rows_lack(vllm_config, cached=True)
         seldom = needs if self.buffered else [""]
         self.room = 0 if seldom else room(self.num_spec, self.get_state_dtype()[1])
         refused = start.missing(self, start.small_pool(self), left)
@@ -95,8 +87,8 @@ class Core(Recurrence, abstract.MambaBase):
             self.room, seldom = 0, [load.why(refused)]
             refused = start.missing(self, start.small_pool(self), left)
         self._refuse(refused | left)
-        if self.buffered and not kvbuffer.asked():
-            lacks = kvbuffer.lacks(self, super().get_attn_backend(), vllm_config)
+        if self.buffered and not requirements.asked():
+            lacks = requirements.lacks(self, super().get_attn_backend(), vllm_config)
             self._leave_drafts(lacks or start.unbuildable(self))
         process.layers.add(self)
         where = "decode: {}; prefill: {}".format(*process.routes(self))
@@ -119,12 +111,12 @@ class Core(Recurrence, abstract.MambaBase):
         Raises RuntimeError naming what they lack.
         """
         config = self.vllm_config
-        if missing := kvbuffer.lacks(self, backend, config):
-            switch = kvbuffer.RING if self.ring else kvbuffer.DRAFTS
+        if missing := requirements.lacks(self, backend, config):
+            switch = requirements.RING if self.ring else requirements.DRAFTS
             raise RuntimeError(f"{switch}=1: {self.prefix} needs {'; '.join(missing)}")
         if self.buffered:
             v2 = config.use_v2_model_runner
-            (commit.at_recoverssm_seam if v2 else kvbuffer.fold_after_sampling)()
+            (commit.at_recoverssm_seam if v2 else builder.fold_after_sampling)()
         if tokens := self.ring or self.room:
             ring.follow_requests()
             sizes, drafts = config.scheduler_config, 1 + self.num_spec if self.room else 0
@@ -161,7 +153,7 @@ class Core(Recurrence, abstract.MambaBase):
 
     def _allocate(self) -> None:
         if self.buffered or self.ring:
-            kvbuffer.allocate(self.vllm_config.scheduler_config.max_num_seqs)
+            pools.allocate(self.vllm_config.scheduler_config.max_num_seqs)
 
     def _exports(self) -> bool:
         """Whether prefills keep the states at the ends of cached prefixes.
@@ -180,12 +172,12 @@ class Core(Recurrence, abstract.MambaBase):
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
         spec = super().get_kv_cache_spec(vllm_config)
         if self.buffered:
-            lacks = kvbuffer.cache_lacks(self, vllm_config, spec.block_size)
-            if kvbuffer.asked() and lacks:
+            lacks = requirements.cache_lacks(self, vllm_config, spec.block_size)
+            if requirements.asked() and lacks:
                 needs = "; ".join(lacks)
-                raise RuntimeError(f"{kvbuffer.DRAFTS}=1: {self.prefix} needs {needs}")
-            for layer in kvbuffer.of(vllm_config):  # the first one's spec decides
-                layer._leave_drafts(lacks or kvbuffer.default_lacks(self, spec.page_size_bytes))
+                raise RuntimeError(f"{requirements.DRAFTS}=1: {self.prefix} needs {needs}")
+            for layer in requirements.of(vllm_config):  # the first one's spec decides
+                layer._leave_drafts(lacks or requirements.default_lacks(self, spec.page_size_bytes))
         if self.buffered:
             spec = replace(spec, num_speculative_blocks=0)
         if "prefill" in self.refused:
@@ -216,7 +208,7 @@ class Core(Recurrence, abstract.MambaBase):
         lacks = {
             "decode and prefill on gated_delta": bool(self.refused),
             "no draft tokens": self.num_spec > 0,
-            f"{kvbuffer.RING}=0": self.ring > 0,
+            f"{requirements.RING}=0": self.ring > 0,
             "--mamba-ssm-cache-dtype float32": self.get_state_dtype()[1] != torch.float32,
         }
         config = self.vllm_config
@@ -517,9 +509,9 @@ def _inputs_of_checkpoints(m: Any) -> tuple[Tensor, Tensor]:
 @functools.cache
 def _in_kvbuffer(theirs: Any) -> Any:
     """Ours in place of vLLM's attention backend, for drafts in a KVBuffer or for the ring."""
-    if theirs.get_name() != kvbuffer.KIMI_K3:
-        return kvbuffer.Backend
-    from gated_delta.integrations.vllm import kimi_k3
+    if theirs.get_name() != requirements.KIMI_K3:
+        return builder.Backend
+    from gated_delta.integrations.vllm.records import kimi_k3
 
     return kimi_k3.Backend
 

@@ -4,7 +4,6 @@ A row belongs to a request of vLLM's second model runner, by the index that the 
 admission to its end. Decode appends to it, or accepted drafts stay in it. Whatever else reads a
 state finds it whole: a row is folded at the token that ends a block, and at prompts' tokens; a
 prefill folds before it. Lengths stay on the device, and change on the forwards' stream once a step.
-Imports vLLM; layers.py imports it.
 """
 
 from __future__ import annotations

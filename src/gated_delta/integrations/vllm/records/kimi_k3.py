@@ -1,7 +1,7 @@
 """Drafts in a KVBuffer for Kimi K3, whose layers have metadata of their own in vLLM.
 
 vLLM's second model runner commits K3's drafts through a context of the metadata, RecoverSSM's. Here
-the context is ours, and vLLM keeps no records of its own. Imports vLLM, and its module for K3, so
+the context is ours, and vLLM keeps no records of its own. It imports vLLM's module for K3, so
 layers.py imports it for them alone.
 """
 
@@ -17,7 +17,8 @@ from vllm.models.kimi_k3.nvidia.kda_metadata import (
 )
 from vllm.v1.attention.backend import AttentionCGSupport
 
-from gated_delta.integrations.vllm import commit, kvbuffer
+from gated_delta.integrations.vllm.records import builder as records
+from gated_delta.integrations.vllm.records import commit
 from gated_delta.replaced import replaced
 
 ENDLESS = 1 << 30
@@ -58,7 +59,7 @@ class Context:
         builder.commit_step(step, num_accepted_tokens, {builder: block_table})
 
 
-class Builder(kvbuffer.Builder, KimiK3KDAMetadataBuilder):
+class Builder(records.Builder, KimiK3KDAMetadataBuilder):
     """Metadata of K3's layers: RecoverSSM's, with our context."""
 
     # Not always: a graph's sequences may be longer than a row.

@@ -3,8 +3,7 @@
 vLLM's second model runner commits RecoverSSM's drafts between sampling and the drafter, before a KV
 connector saves. Ours are committed there too. A sequence with n tokens runs in the slot of block
 column ceil((n + s) / B) - 1 for s scheduled tokens. vLLM looks for its state in column
-ceil((n + accepted) / B) - 1, and hashes each column that is full. Imports vLLM; kvbuffer.py
-imports it.
+ceil((n + accepted) / B) - 1, and hashes each column that is full.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 from gated_delta.integrations.engine.counts import Counts, Places
 from gated_delta.integrations.engine.ring_lengths import lengths_of
 from gated_delta.integrations.vllm import process
-from gated_delta.integrations.vllm.ring import Rows
+from gated_delta.integrations.vllm.records.ring import Rows
 
 
 @dataclass
