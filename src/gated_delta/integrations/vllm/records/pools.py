@@ -61,18 +61,18 @@ class Pool:
     def of(cls, tables: Sequence[Sequence[Any]]) -> Pool | None:
         """Of layers by block table; None if they do not lie evenly."""
 
-        def windows(layer: Any) -> Tensor:
+        def windows_of(layer: Any) -> Tensor:
             pool: Tensor = layer.kv_cache[0]
             return pool.mT if is_conv_state_dim_first() else pool
 
         def of_buffer(name: str) -> Tensor | None:
             return _stacked(tables, lambda x: getattr(x.kvbuffer, name), follow=True)
 
-        states, moved = _stacked(tables, lambda x: x.kv_cache[1]), _stacked(tables, windows)
+        states, windows = _stacked(tables, lambda x: x.kv_cache[1]), _stacked(tables, windows_of)
         u, k, log_decay = map(of_buffer, ("u", "k", "log_decay"))
-        if states is None or moved is None or u is None or k is None or log_decay is None:
+        if states is None or windows is None or u is None or k is None or log_decay is None:
             return None
-        return cls(tables[0][0], states, moved, KVBuffer(u, k, log_decay))
+        return cls(tables[0][0], states, windows, KVBuffer(u, k, log_decay))
 
     def move_windows(
         self, tables: Sequence[Tensor], rows: Tensor, counts: Counts, buffer_rows: Tensor
@@ -92,9 +92,9 @@ class Pool:
 
     def flush(self, num_accepted: Tensor, slots: Tensor, **options: Tensor) -> None:
         """Folds so many tokens into the states of these slots; options: of api.flush."""
-        settings: dict[str, Any] = dict(null_index=self.layer.null_index, state_indices=slots)
-        settings |= dict(backend=self.layer.backend, **options)
-        api.flush(self.states, self.buffer, num_accepted, **settings)
+        options |= dict(num_accepted=num_accepted, state_indices=slots)
+        settings: dict[str, Any] = dict(null_index=self.layer.null_index, **options)
+        api.flush(self.states, self.buffer, backend=self.layer.backend, **settings)
 
 
 def _stacked(
@@ -111,8 +111,8 @@ def _stacked(
     behind = rows * first.stride(0) * size if follow else 0
     even = [[start + t * behind + i * step for i in range(L)] for t in range(G)]
     alike = {(x.untyped_storage().data_ptr(), x.shape, x.stride()) for of in parts for x in of}
-    lie = [[x.data_ptr() for x in of] for of in parts]
-    if lie != even or len(alike) > 1 or step < 0 or step % size:
+    given = [[x.data_ptr() for x in of] for of in parts]
+    if given != even or len(alike) > 1 or step < 0 or step % size:
         return None
     shape = L, rows * (G if follow else 1), *first.shape[1:]
     return first.as_strided(shape, (step // size, *first.stride()))
