@@ -1224,6 +1224,7 @@ def test_what_a_kvbuffer_needs(
         spec = dataclasses.make_dataclass("Spec", fields)(3, 4, 4096, 0, None)
         monkeypatch.setattr(base, "get_kv_cache_spec", lambda *_: spec)
         config.compilation_config.static_forward_context.update({"layers.0": layer})
+        other = Layer()
         monkeypatch.setattr(requirements, "DEVICE", "cuda")  # as on a small GPU
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 16 << 20))
         lacks = [] if asked else requirements.default_lacks(layer, 4096 + 8)
@@ -1235,8 +1236,12 @@ def test_what_a_kvbuffer_needs(
             with pytest.raises(RuntimeError, match=r"layers\.0 needs --block-size 4 or more"):
                 layer.get_kv_cache_spec(config)
         else:
+            config.compilation_config.static_forward_context.update({"layers.1": other})
+            enough_for_one = 24 * layer.buffer(case["max_num_seqs"], "meta").nbytes
+            monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, enough_for_one))
             assert layer.get_kv_cache_spec(config).num_speculative_blocks == 3
-            assert (layer.get_attn_backend(), layer.room) == (case["backend"], 0)
+            for x in (layer, other):
+                assert (x.get_attn_backend(), x.room) == (case["backend"], 0)
 
 
 def test_kernels_that_a_default_would_miss(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

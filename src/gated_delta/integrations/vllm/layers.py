@@ -176,8 +176,9 @@ class Core(Recurrence, abstract.MambaBase):
             if requirements.asked() and lacks:
                 needs = "; ".join(lacks)
                 raise RuntimeError(f"{requirements.DRAFTS}=1: {self.prefix} needs {needs}")
+            lacks = lacks or requirements.default_lacks(self, spec.page_size_bytes)
             for layer in requirements.of(vllm_config):  # the first one's spec decides
-                layer._leave_drafts(lacks or requirements.default_lacks(self, spec.page_size_bytes))
+                layer._leave_drafts(lacks)
         if self.buffered:
             spec = replace(spec, num_speculative_blocks=0)
         if "prefill" in self.refused:
