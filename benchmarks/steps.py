@@ -39,13 +39,13 @@ class Side(NamedTuple):
 SIDES = {
     "states": Side(False, {}),
     "ring": Side(False, dict(GATED_DELTA_SGLANG_RING="1")),
-    "drafts in states": Side(True, dict(GATED_DELTA_SGLANG_KVBUFFER="0")),
+    "drafts in states": Side(True, {}),
     "drafts folded each round": Side(
         True,
         # The plan stream keeps rows from outliving a round.
         dict(GATED_DELTA_SGLANG_KVBUFFER="1", SGLANG_ENABLE_OVERLAP_PLAN_STREAM="1"),
     ),
-    "drafts folded seldom": Side(True, {}),  # the default of large batches
+    "drafts folded seldom": Side(True, dict(GATED_DELTA_SGLANG_KVBUFFER="1")),
 }
 
 
@@ -53,9 +53,10 @@ def process(name: str, model: str, drafts: str, options: dict[str, Any], said: A
     """The engine of a side, not yet started. drafts: who drafts, of draws.OPTIONS."""
     side = SIDES[name]
     options = OPTIONS | (draws.OPTIONS[drafts] if side.drafts else {}) | options
-    environment = dict(GATED_DELTA_SGLANG_RING="0", BENCHMARKS_DRAW="1")
-    environment |= (draws.ENVIRONMENT if side.drafts else {}) | side.environment
-    return serve.process("sglang", model, True, options, said, environment)
+    records = dict.fromkeys(("GATED_DELTA_SGLANG_RING", "GATED_DELTA_SGLANG_KVBUFFER"), "0")
+    environment = records | (draws.ENVIRONMENT if side.drafts else {}) | side.environment
+    draw = dict(BENCHMARKS_DRAW="1")
+    return serve.process("sglang", model, True, options, said, environment | draw)
 
 
 def begun(

@@ -31,7 +31,7 @@ class Engine:
         assert options["page_size"] == 64
         print("gated_delta runs decode" if self.ours else "Triton runs decode", flush=True)
         self.drafts = options.get("speculative_algorithm")
-        if self.drafts and os.environ.get("GATED_DELTA_SGLANG_KVBUFFER") != "0":
+        if os.environ.get("GATED_DELTA_SGLANG_KVBUFFER") == "1":
             print("gated_delta keeps drafts in 0.1 GiB", flush=True)
         if self.ours and (FAILS or self.fails):
             raise MemoryError("no room")
