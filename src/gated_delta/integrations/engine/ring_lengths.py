@@ -121,7 +121,7 @@ def move_windows(
 
     windows: [L, slots, tokens, D], L layers of each block table, any strides. The window of `width`
     tokens that ends i tokens behind a slot's first one begins at token i. tables: G of [batch,
-    columns], slots of blocks; 0 is nobody's. rows: [n], sequences of the tables. buffer_rows: [n or
+    columns], slots of blocks; 0: no block. rows: [n], sequences of the tables. buffer_rows: [n or
     more], of each sequence in a buffer that has buffer_size rows for each block table.
     """
     index, shifts = rows.long(), torch.arange(width, device=windows.device)

@@ -9,7 +9,7 @@ ceil((n + accepted) / B) - 1, and hashes each column that is full.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ from gated_delta.integrations.engine.counts import Counts, Places
 from gated_delta.integrations.engine.ring_lengths import lengths_of
 from gated_delta.integrations.vllm import process
 from gated_delta.integrations.vllm.records.ring import Rows
+
+FIELDS = tuple(x.name for x in fields(GDNAttentionMetadata))
 
 
 @dataclass
@@ -100,7 +102,8 @@ def metadata(
         before = batch.compute_num_computed_tokens()
         tokens = m.spec_query_start_loc[: n + 1], before, torch.empty_like(before)
         step = Step(rows, *tokens, block, batch.block_table_tensor.shape[1], requests)
-    return Metadata(**vars(m), block_table=batch.block_table_tensor, step=step)
+    given = {name: getattr(m, name) for name in FIELDS}
+    return Metadata(**given, block_table=batch.block_table_tensor, step=step)
 
 
 def check(name: str, step: Step, places: Places) -> None:

@@ -116,7 +116,7 @@ def cache_lacks(layer: Any, vllm_config: Any, block: int) -> list[str]:
 
 
 def default_lacks(layer: Any, page: int) -> list[str]:
-    """What a buffer that nobody asked for lacks beside vLLM's cache, so that no start fails for it.
+    """What a buffer by default lacks beside vLLM's cache, so that no start fails for it.
 
     page: bytes of a block.
     """
